@@ -7,7 +7,6 @@ they are rebuilt in their original order.
 
     >>> batch = {"x": a, "more": [b, 3]}
     >>> tensors_of(batch)                                # [b, a]: "more" comes before "x"
-    >>> paths_of(batch, "batch")                         # ['batch["more"][0]', 'batch["x"]']
     >>> with_tensors(batch, iter([b + 1, a + 1]))        # {"x": a + 1, "more": [b + 1, 3]}
 """
 
@@ -107,13 +106,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [tensor for part in (_parts_of(value) or {}).values() for tensor in tensors_of(part)]
 
 
-def paths_of(value: Any, name: str) -> list[str]:
-    """Return the path of each tensor in `value`, as code: `name[0]`, `name["key"]`, `name.field`."""
-    return [path for path, part, _ in _iterate_parts(value, name) if part.type is torch.Tensor]
-
-
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
-    """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `paths_of`."""
+    """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `spec_of`."""
     for place, part, is_named in _iterate_parts(value, path):
         if part.constant is not None:
             yield part.constant.value, place, is_named
@@ -131,7 +125,7 @@ def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
 
 
 def spec_of(value: Any, path: str = "") -> Spec:
-    """Return the classes, keys and constants of a nested value, by path: all but its tensors."""
+    """Return the classes, keys and constants of a nested value, by path (`name[0]`, `name["key"]`, `name.field`)."""
     if type(value) is torch.Tensor and torch.Tensor not in _parsers:
         return ((path, _TENSOR),)
     return tuple((place, part) for place, part, _ in _iterate_parts(value, path))

@@ -28,7 +28,7 @@ from popengine.compile.describe import are_sizes_known, describe, held_tensors
 from popengine.environment import PLAN_WISH
 from popengine.ir import Graph, Plan
 from popengine.profile import Profile
-from popengine.run.engine import Engine
+from popengine.run.engine import Engine, kept_bytes
 from popengine.run.piece_costs import seconds_on_all_threads
 from popengine.run.ready_queue import JUDGED
 from popengine.run.state import State
@@ -125,7 +125,7 @@ def planned_profile(
     }
     unsharded = replace(settings, replica_groups={}, shard_optimizer=None)
     state = State(plan, unsharded, TrainState(lambda: weights), torch.device("meta"))
-    memory = tuple(state.memory(0, ipu) for ipu in ipus)
+    memory = tuple(kept_bytes(state, 0, ipu) for ipu in ipus)
     return replace(found, facts=facts, memory=memory, tensors=tuple(held_tensors(plan, graph)))
 
 

@@ -142,7 +142,7 @@ class Reporter:
             calls=tuple(recorder.in_calls),
             host=tuple(recorder.host),
             memory=tuple(
-                engine.state.memory(replica, ipu)
+                engine.memory(replica, ipu)
                 for replica in range(settings.counts.replicas)
                 for ipu in found.facts["ipus_of_instances"][settings.counts.part]
             ),

@@ -127,7 +127,7 @@ def interrupts(executor):
         run = executor._plans.state.commit
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         end = time.monotonic() + PATIENCE
-        while not run._is_stopped and time.monotonic() < end:
+        while not run.is_stopping and time.monotonic() < end:
             time.sleep(0.001)
 
     return interrupt

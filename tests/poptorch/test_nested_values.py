@@ -10,7 +10,6 @@ import torch
 from popengine.errors import Error
 from poptorch.nested_values import (
     ICustomArgParser,
-    paths_of,
     registerCustomArgParser,
     spec_of,
     tensors_of,
@@ -67,6 +66,10 @@ def box_is_registered():
     registerCustomArgParser(Box, BoxParser())
     yield
     registerCustomArgParser(Box, None)
+
+
+def paths_of(value, name):
+    return [path for path, part in spec_of(value, name) if part.type is torch.Tensor]
 
 
 def t(value: float) -> torch.Tensor:

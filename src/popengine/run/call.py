@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Literal
 
@@ -79,24 +80,23 @@ class ResultBuffer:
 
     def start_download(self) -> None:
         """Start to copy the rows to the host's memory; they are there when the device has run the call."""
-        if devices.has_queue(self.values.device):
-            with torch.inference_mode(False):  # the user may write to it
-                self.values = devices.download(self.values)
+        with torch.inference_mode(False):  # the user may write to it
+            self.values = devices.download(self.values)
 
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""
-        values = _as_32_bit(self.values.cpu()) if narrow else self.values.cpu()
+        values = self.values.cpu()
+        if narrow and values.dtype in _RETURNED:
+            values = _as_32_bit(values)
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
         return values.flatten(0, 1)
 
 
 def _as_32_bit(values: Tensor) -> Tensor:
-    """Return int64 and float64 values as 32-bit values; all values unchanged, with a warning, if one is too large."""
-    narrow = _RETURNED.get(values.dtype)
-    if narrow is None:
-        return values
+    """Return 64-bit values as 32-bit values; all values unchanged, with a warning, if one is too large."""
+    narrow = _RETURNED[values.dtype]
     if values.numel():
         bounds = (torch.finfo if narrow.is_floating_point else torch.iinfo)(narrow)
         low, high = values.nan_to_num(0, 0, 0).aminmax()
@@ -110,16 +110,22 @@ def _as_32_bit(values: Tensor) -> Tensor:
 class Results:
     """The results of one call: allocated on the device before the call, copied to the host after it."""
 
-    def __init__(self, signature: Signature, settings: Settings, device: torch.device) -> None:
+    def __init__(self, signature: Signature, settings: Settings, device: torch.device, inputs: int) -> None:
         self._signature, counts = signature, settings.counts
         self._counts = counts
         self.loss_scale = 1.0  # of the latest step
         # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
         self._outputs: dict[int, ResultBuffer] = {}
         self._written: dict[int, ResultBuffer] = {}
-        modes: dict[int, tuple[Outputs, int]] = {
-            int(a.key): (a.outputs, a.return_period) for a in settings.anchors if a.is_output
-        }
+        modes: dict[int, tuple[Outputs, int]] = {}
+        self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
+        for anchor in settings.anchors:
+            if anchor.source in ("output", "gradient"):
+                modes[int(anchor.key)] = anchor.outputs, anchor.return_period
+            elif anchor.source != "loss_scale":
+                slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
+                once = replace(counts, accumulation=1)
+                self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
         for index, result in enumerate(signature.results):
             if result.kind == "output":
                 mode = modes.get(index, (settings.outputs, settings.return_period))
@@ -127,20 +133,12 @@ class Results:
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
                 self._written[index] = ResultBuffer(of_groups, "all", 1, result, device)
-        self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
-        for anchor in (each for each in settings.anchors if each.source in ("weight", "updated")):
-            slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
-            once = replace(counts, accumulation=1)
-            self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
-        inputs = sum(slot.role == "input" for slot in signature.slots)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
-        self.load_started, self.loaded = ([times.copy() for _ in range(inputs)] for _ in range(2))
-
-    def record_load(self, key: int, turn: int, replica: int, started: float) -> None:
-        """Record an upload of input `key`, which began at `started` (perf_counter) and ends now."""
-        row = turn * self._counts.replicas + replica
-        self.load_started[key][row], self.loaded[key][row] = started, perf_counter()
+        self.load_started, self.loaded = list[list[float]](), list[list[float]]()
+        for _ in range(inputs):
+            self.load_started.append(times.copy())
+            self.loaded.append(times.copy())
 
     def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
         """Store a micro-batch's value of result number `index`: an output, or the new value of an input."""
@@ -194,17 +192,20 @@ class Results:
 
     def outputs(self, count: int | None = None) -> list[Tensor]:
         """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
-        return [self._to_host(buffer) for buffer in list(self._outputs.values())[:count]]
+        return [*map(self._to_host, [*self._outputs.values()][:count])]
 
     def _to_host(self, buffer: ResultBuffer) -> Tensor:
         """Return a buffer's values on the CPU; float64 values stay so if the model has weights of float64."""
-        kinds = (slot.dtype for slot in self._signature.parameters_and_buffers)
-        return buffer.copy_to_host(buffer.values.dtype != torch.float64 or torch.float64 not in kinds)
+        if buffer.values.dtype != torch.float64:
+            return buffer.copy_to_host()
+        kinds = map(attrgetter("dtype"), self._signature.parameters_and_buffers)
+        return buffer.copy_to_host(torch.float64 not in kinds)
 
-    def copy_times(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
-        """Return when the copies of the rows of the first `count` outputs began, and when they ended."""
-        buffers = list(self._outputs.values())[:count]
-        return [buffer.started for buffer in buffers], [buffer.finished for buffer in buffers]
+    def times(self, count: int) -> list[list[list[float]]]:
+        """Return when the loads of each input began and ended, and the copies of each of the first `count` outputs."""
+        buffers = [*self._outputs.values()][:count]
+        of_outputs = map(attrgetter("started"), buffers), map(attrgetter("finished"), buffers)
+        return [self.load_started, self.loaded, *map(list, of_outputs)]
 
     def add_times(self, others: Iterable[Results]) -> None:
         """Add the times of the copies that other devices have made."""
@@ -218,6 +219,8 @@ class Results:
 
     def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""
+        if not self._written:
+            return {}
         inputs = {int(self._signature.results[index].key): buffer for index, buffer in self._written.items()}
         return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in inputs.items()}
 
@@ -243,7 +246,7 @@ class Commit:
         self.state: Literal["open", "committed", "ended", "lost"] = "ended"
         self.name, self.steps, self.done = "", 0, 0  # the name is for messages
         self.complete_calls = 0
-        self._is_stopped = False
+        self.is_stopping = False  # whether no further step should be committed
         self.why_lost: UnrecoverableError
         self._wait: Callable[[], None] | None = None  # of the engine that runs the call
         self._abort: Callable[[str], None] | None = None
@@ -255,12 +258,12 @@ class Commit:
     ) -> None:
         """Begin a call. `wait` returns when the threads have ended it; `abort` wakes the peers (None: no peers)."""
         self.name, self.steps, self.done = name, steps, 0
-        self._is_stopped, self._wait, self._abort = False, wait, abort
+        self.is_stopping, self._wait, self._abort = False, wait, abort
         self.state = "open"
 
     def stop(self) -> None:
         """Request that the call ends: a step that is committed runs to its end."""
-        self._is_stopped = True
+        self.is_stopping = True
 
     def settle(self) -> None:
         """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers. A step that
@@ -295,18 +298,13 @@ class Commit:
 
     # ---- of the engine's threads ---------------------------------------------------------------------------
 
-    @property
-    def is_stopped(self) -> bool:
-        """True if no further task of the call should run: `settle` stops it, and no step is committed."""
-        return self._is_stopped and self.state == "open"
-
     def commit(self) -> None:
         """Commit the running step, which no interrupt stops from now on, and lock the weights. Raises Stopped if the
         call is to stop."""
         self.lock.acquire()
         self.state = "committed"
         # Read after `state` is set, and `settle` sets it before it reads `state`: one of both threads sees the other.
-        if self._is_stopped:
+        if self.is_stopping:
             self.release()
             raise Stopped
 
@@ -321,7 +319,7 @@ class Commit:
         steps."""
         self.done += 1
         self.release()
-        if self._is_stopped and self.done < self.steps:
+        if self.is_stopping and self.done < self.steps:
             raise Stopped
 
     def end(self, error: BaseException | None) -> BaseException | None:

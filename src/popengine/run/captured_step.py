@@ -104,7 +104,7 @@ class CapturedStep:
                 return False
         self._replay(call)
         for number in order[len(inner) :]:
-            if call.commit.is_stopped:
+            if call.commit.is_stopping and call.commit.state == "open":
                 raise Stopped
             tasks[number].work(call, tasks[number].index)
         return True
@@ -133,7 +133,7 @@ class CapturedStep:
             settings = replace(settings, outputs=_of_one_iteration(settings.outputs))
             anchors = tuple(replace(each, outputs=_of_one_iteration(each.outputs)) for each in anchors)
         inner = replace(settings, counts=once, anchors=anchors)
-        self._results = Results(self._plan.partition.signature, inner, device)
+        self._results = Results(self._plan.partition.signature, inner, device, len(self._inputs))
         captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, Commit())
         rows.generators = iter([generator for generator, *_ in self._generators])
         try:
@@ -151,7 +151,7 @@ class CapturedStep:
     def _replay(self, call: EngineCall) -> None:
         """Start the graph on the inputs of the running step."""
         state, done, count = self._state, call.commit.done, self._plan.micro_batches
-        if call.commit.is_stopped:
+        if call.commit.is_stopping:
             raise Stopped
         turns = range(done * count, (done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):

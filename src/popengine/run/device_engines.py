@@ -216,7 +216,7 @@ class DeviceEngines:
         """Return the bytes that an ipu keeps."""
         place = self.plan.places.get(ipu, Place())
         engine = next(each for each in self._engines_of(replica) if each.settings.place == place)
-        return engine.state.memory(replica, ipu)
+        return engine.memory(replica, ipu)
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of all devices, by parameter."""

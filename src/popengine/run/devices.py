@@ -83,7 +83,7 @@ def as_current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor in pinned memory, from which `upload` to an accelerator is faster; the tensor
+    """Return a copy of a CPU tensor in pinned memory, from which a copy to an accelerator is faster; the tensor
     itself if `device` is the CPU, or if the tensor is empty, pinned, or not on the CPU."""
     if device.type == "cpu" or not value.is_cpu or value.is_pinned() or not value.numel():
         return value
@@ -98,11 +98,6 @@ def has_queue(device: torch.device) -> bool:
 def download(value: Tensor) -> Tensor:
     """Return a copy of an accelerator's tensor in the host's memory, which has its values after `synchronize`."""
     return value.to(CPU, non_blocking=True)
-
-
-def upload(value: Tensor, device: torch.device) -> Tensor:
-    """Return a value on a device. From pinned memory the copy may end after this function returns."""
-    return value.to(device, non_blocking=True)
 
 
 def new_graph(device: torch.device) -> Any:
@@ -211,11 +206,9 @@ def timing_event(device: torch.device) -> Any:
 
 def with_aligned_micro_batches(batch: Tensor) -> Tensor:
     """Return a CPU batch, [turns, groups, micro-batch, ...], or a copy with padding that aligns the micro-batches."""
-    size, (turns, groups) = batch.element_size(), batch.shape[:2]
-    steps = [stride for stride, count in zip(batch.stride(), (turns, groups), strict=False) if count > 1]
-    if not batch.numel() or not any(
-        number % ALIGNMENT for number in (batch.data_ptr(), *(s * size for s in steps))
-    ):
+    size, (turns, groups), (turn, group) = batch.element_size(), batch.shape[:2], batch.stride()[:2]
+    is_unaligned = batch.data_ptr() % ALIGNMENT or (turns > 1 and turn * size % ALIGNMENT)
+    if not batch.numel() or not (is_unaligned or (groups > 1 and group * size % ALIGNMENT)):
         return batch
     return empty_micro_batches(batch, CPU).copy_(batch)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import Error
 from ..ir import Plan
 from ..places import check_order
+from ..profile import KeptBytes
 from ..settings import Hyper, Settings
 from . import devices
 from .backends.eager import build
@@ -141,13 +142,14 @@ class Engine:
         commit.settle()
         if number < 0:
             self.state.bind(hyper)
-        train_state.release_elsewhere()
+        if train_state.elsewhere:
+            train_state.release_elsewhere()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
         call = EngineCall(
             self._split_into_micro_batches(inputs),
-            Results(self.plan.partition.signature, self.settings, self.state.device),
+            Results(self.plan.partition.signature, self.settings, self.state.device, len(inputs)),
             hyper,
             torch.get_num_threads(),
             commit,
@@ -256,8 +258,29 @@ class Engine:
         for buffer, mean in zip(buffers, means, strict=True):
             for each in replicas:
                 write(each[buffer.key], mean.view(buffer.shape))
-        self.state.share_buffers()
+        if len(values) > 1:
+            self.state.share_buffers()
         self.state.end_call()
+
+    def memory(self, replica: int, ipu: int) -> KeptBytes:
+        """Return the bytes that an ipu keeps (`kept_bytes`)."""
+        return kept_bytes(self.state, replica, ipu)
+
+
+def kept_bytes(state: State, replica: int, ipu: int) -> KeptBytes:
+    """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
+    held, settings = {*state.plan.slots_held_by(ipu)}, state.settings
+    slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
+    weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
+    others = sum(slot.nbytes for slot in slots) - weights
+    gradients = states = 0
+    for unit in state.units:
+        members = settings.sharing_replicas(unit.key, unit.replica)
+        if settings.optimizer is not None and state.ipu_of[unit.key] == ipu and replica in members:
+            weight = state.weight(unit)
+            gradients += weight.numel() * settings.optimizer.sum_dtype(weight.dtype).itemsize
+            states += sum(value.nbytes for value in state.optimizer.get(unit, {}).values())
+    return KeptBytes(replica, ipu, weights, others, gradients, states)
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:

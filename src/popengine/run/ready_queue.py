@@ -8,7 +8,6 @@ their own, in the same order in every process.
 import ctypes
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -260,7 +259,7 @@ class ReadyQueue:
             self._left, self._failure = len(tasks.all), None
             for task in tasks.first:
                 self._add_ready(task)
-        self._run_tasks(lambda: not self._running and (not self._left or self._failure is not None), core=0)
+        self._run_tasks(core=0)
         self._call = None
         if recorder is not None:
             recorder.end_step(is_finished=self._failure is None)
@@ -273,12 +272,12 @@ class ReadyQueue:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
         torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
         with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
-            self._run_tasks(lambda: self._is_closed, core)
+            self._run_tasks(core)
 
-    def _run_tasks(self, is_over: Callable[[], bool], core: int) -> None:
-        """Run ready tasks until none is ready and `is_over` returns True. Errors go to `_fail_step`."""
+    def _run_tasks(self, core: int) -> None:
+        """Run ready tasks: core 0 until the end of the step, other cores until `close`. Errors go to `_fail_step`."""
         done: int | None = None
-        while (number := self._next_task(is_over, core, done)) is not None:
+        while (number := self._next_task(core, done)) is not None:
             try:
                 task, call, started = self._tasks.all[number], self._call, perf_counter()
                 assert call is not None
@@ -295,10 +294,9 @@ class ReadyQueue:
                 done = None
                 self._fail_step(error)
 
-    def _next_task(self, is_over: Callable[[], bool], core: int, done: int | None) -> int | None:
-        """Mark the task `done` as finished, and return the number of a ready task; None if none is ready and
-        `is_over()`. Under one lock, so that this core, whose cache has the results of `done`, runs what became ready by
-        it."""
+    def _next_task(self, core: int, done: int | None) -> int | None:
+        """Mark the task `done` as finished, and return the number of a ready task; None at the end. Under one lock, so
+        that this core, whose cache has the results of `done`, runs what became ready by it."""
         with self._changed:
             if done is not None:
                 self._mark_finished(done)
@@ -308,7 +306,8 @@ class ReadyQueue:
                 if self._ready:
                     self._changed.notify_all()
             while not ready or not (core <= 0 or self._is_shared):
-                if is_over():
+                has_ended = not self._running and (not self._left or self._failure is not None)
+                if has_ended if core == 0 else self._is_closed:
                     return None
                 self._idle += core >= 0
                 changed.wait()

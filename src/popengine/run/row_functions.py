@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from ..settings import Anchor, Place, Settings
 from ..torch_private import storage_use_count
 from .backends.eager import Code, FiniteCheck, user_line
 from .call import EngineCall, Stopped
-from .devices import upload
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import Connections, PeerFailed, PeerLost, Subset, Tag
 from .mailbox import Mailbox, MessageKey, ReplicaSums
@@ -53,7 +53,7 @@ class RowFunctions:
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self.updates = Updates(plan, settings, state, group, mail, sums)
-        self._prepared = [PreparedValues(plan, state, replica) for replica in replicas]
+        self._prepared = [PreparedValues(plan, state, r) for r in replicas if plan.partition.prepared]
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
         # Indices of the results that are gradients: they are divided by the loss scale.
@@ -61,6 +61,8 @@ class RowFunctions:
         # The factor of each gradient in the sum. A running mean weights its values itself.
         self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
+        weights = (a for a in settings.anchors if a.source in ("weight", "updated"))
+        self._anchored_weights = [a for a in weights if self._place_of(a) == settings.place]
 
     def bind(self, row: int, replica: int) -> Work | None:
         """Return the function that runs a row for a replica; None: nothing to do here."""
@@ -97,7 +99,8 @@ class RowFunctions:
         if self.mail is not None:
             self.mail.begin_step()
         self.state.begin_step()
-        self._copy_anchored_weights(call, "weight")
+        if self._anchored_weights:
+            self._copy_anchored_weights(call, "weight")
         if call.hyper is not None:
             scale = call.hyper.loss_scaling
             if self.settings.automatic_loss_scaling:
@@ -123,16 +126,14 @@ class RowFunctions:
 
     def clear(self) -> None:
         """Drop all frames, prepared values and gradients, after each call, also a failed one."""
-        for frames, prepared in zip(self.frames, self._prepared, strict=True):
-            frames.clear()
-            prepared.clear()
+        for held in (*self.frames, *self._prepared):
+            held.clear()
         self.updates.clear_step()
 
     def _copy_anchored_weights(self, call: EngineCall, source: str) -> None:
         """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
         iterations = [call.commit.done] if self.settings.training else range(self.settings.counts.iterations)
-        found = (anchor for anchor in self.settings.anchors if anchor.source == source)
-        for anchor in (a for a in found if self._place_of(a) == self.settings.place):
+        for anchor in (each for each in self._anchored_weights if each.source == source):
             for replica, values in enumerate(self.state.values):
                 for iteration in iterations if self.settings.runs_replica(replica) else ():
                     value = values[self.state.slot_of[anchor.key]]
@@ -155,17 +156,15 @@ class RowFunctions:
             owners = [(self._place_of(result), replica) for result, replica, _ in parts]
             self.mail.share([values for *_, values in parts], owners)
         first = min(self.plan.places.values(), default=self.settings.place)
-        if self.settings.place == first and self.settings.runs_replica(0):  # its results are returned
-            for buffer in call.results.buffers().values():
+        if self.state.has_queue and self.settings.place == first and self.settings.runs_replica(0):
+            for buffer in call.results.buffers().values():  # these results are returned
                 buffer.start_download()
 
     def _end_updates(self, call: EngineCall, _: int) -> None:
-        self.updates.end_step()
-        self._copy_anchored_weights(call, "updated")  # before the next step begins
-
-    def _turn_in_call(self, call: EngineCall, micro_batch: int) -> int:
-        """Return the index in the call of a micro-batch, given its index in the step."""
-        return call.commit.done * self.plan.micro_batches + micro_batch
+        self.state.end_step()
+        self.updates.clear_step()
+        if self._anchored_weights:
+            self._copy_anchored_weights(call, "updated")  # before the next step begins
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
@@ -173,7 +172,8 @@ class RowFunctions:
         """Return a function that loads inputs, runs a row's piece, stores outputs, and frees values."""
         task, partition = self.plan.tasks[row], self.plan.partition
         piece, number = partition.pieces[task.piece], task.piece
-        frames, codes, prepared = self.frames[replica], self.codes[replica], self._prepared[replica]
+        frames, codes = self.frames[replica], self.codes[replica]
+        prepared = self._prepared[replica] if {*piece.reads} & partition.prepared.keys() else None
         before = [i for i in range(row) if not self.plan.is_elsewhere(i, self.settings.place)]
         earlier = {name for i in before for name, _ in _names_and_keys(self.plan.tasks[i], "load")}
         loads = [(name, int(key)) for name, key in _names_and_keys(task, "load") if name not in earlier]
@@ -183,21 +183,23 @@ class RowFunctions:
         flowing = {name for source, name in reads if source == _FRAME} - {*piece.writes}
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
-        device, counts = self.state.device, self.settings.counts
+        device, counts, micro_batches = self.state.device, self.settings.counts, self.plan.micro_batches
         group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
 
         def compute(call: EngineCall, micro_batch: int) -> None:
-            if call.commit.is_stopped:
+            if call.commit.is_stopping:
                 raise Stopped
-            frame = frames.setdefault(micro_batch, {})
+            frame, turn = frames.setdefault(micro_batch, {}), call.commit.done * micro_batches + micro_batch
             for name, key in loads:
-                started, turn = perf_counter(), self._turn_in_call(call, micro_batch)
-                frame[name] = upload(call.inputs[key][turn, group], device)
-                call.results.record_load(key, turn, replica, started)
+                begun, ended = call.results.load_started[key], call.results.loaded[key]
+                begun[turn * counts.replicas + replica] = perf_counter()
+                frame[name] = call.inputs[key][turn, group].to(device, non_blocking=True)
+                ended[turn * counts.replicas + replica] = perf_counter()
             state = self.state
-            sources = frame, state.values[replica], state.new_buffers[replica], prepared.values_for(number)
+            made_once = prepared.values_for(number) if prepared is not None else frame
+            sources = frame, state.values[replica], state.new_buffers[replica], made_once
             values: list = [sources[source][name] for source, name in reads]
-            del sources  # the piece frees values while it runs
+            del sources, made_once  # the piece frees values while it runs
             for name in before:
                 del frame[name]
             if piece.draws:
@@ -286,7 +288,7 @@ class RowFunctions:
         replica: int,
     ) -> None:
         """Copy values of a frame (name, index of the result), gradients without the loss scale, to the results."""
-        results, turn = call.results, self._turn_in_call(call, micro_batch)
+        results, turn = call.results, call.commit.done * self.plan.micro_batches + micro_batch
         for name, key in stores:
             value, index = frame[name], int(key)
             if index in self._scaled:
@@ -296,7 +298,10 @@ class RowFunctions:
     def _sum_function(self, row: int, replica: int) -> Work:
         """Return a function that adds a micro-batch's gradients to the sums or means, and stores outputs."""
         task, frames, sums = self.plan.tasks[row], self.frames[replica], self.state.sums[replica]
-        added, stores = _names_and_keys(task, "accumulate"), _names_and_keys(task, "store")
+        optimizer: Any = self.settings.optimizer  # None in inference, where nothing is added
+        dtypes = {slot.key: slot.dtype for slot in self.plan.partition.signature.parameters_and_buffers}
+        added = [(n, k, optimizer.sum_dtype(dtypes[k])) for n, k in _names_and_keys(task, "accumulate")]
+        stores = _names_and_keys(task, "store")
         part, frees = self.settings.part, task.frees
 
         def add(call: EngineCall, micro_batch: int) -> None:
@@ -305,7 +310,7 @@ class RowFunctions:
             if micro_batch + part.before == 0:
                 self._begin_sums(added, frame, replica, frees)
             elif added:
-                targets, gradients = [sums[key] for _, key in added], [frame[name] for name, _ in added]
+                targets, gradients = [sums[key] for _, key, _ in added], [frame[name] for name, *_ in added]
                 if self.settings.reduction == "running":
                     update_means(targets, gradients, micro_batch + 1 + part.before / part.weight)
                 else:
@@ -316,19 +321,16 @@ class RowFunctions:
         return add
 
     def _begin_sums(
-        self, added: Sequence[tuple[str, str]], frame: dict[str, Tensor], replica: int, frees: Iterable[str]
+        self, added: Sequence[tuple[str, str, torch.dtype]], frame: Any, replica: int, frees: Iterable[str]
     ) -> None:
-        """Set the gradient sums of a step to the gradients of its first micro-batch: (name in the frame, parameter).
+        """Set the gradient sums of a step to its first micro-batch's: (name in the frame, parameter, the sum's dtype).
 
         A gradient with the sum's layout that only the frame refers to, and that the caller frees (its name is in
         `frees`), becomes the sum: a copy would take a fifth of the update.
         """
-        sums, optimizer = self.state.sums[replica], self.settings.optimizer
-        assert optimizer is not None or not added
-        for name, key in added:
-            like = self.state.values[replica][self.state.slot_of[key]]
-            gradient = frame[name]
-            dtype = optimizer.sum_dtype(like.dtype) if optimizer is not None else like.dtype
+        sums = self.state.sums[replica]
+        for name, key, dtype in added:
+            gradient, like = frame[name], self.state.values[replica][self.state.slot_of[key]]
             may_become = name in frees and _has_layout(gradient, like, dtype)
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)

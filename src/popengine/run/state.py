@@ -12,8 +12,9 @@ Parameters, buffers and optimizer state are the user's own tensors, which update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
 from ..places import copies_at
-from ..profile import KeptBytes
 from ..settings import Hyper, Optimizer, Settings
 from ..torch_private import DisableTorchFunctionSubclass
 from ..update.group_update import fitting_state
@@ -54,7 +54,7 @@ class State:
     ) -> None:
         self._find_constants = find_constants  # returns the user's plain tensors that forward reads, by key
         self.plan, self.settings, self.train_state, self.device = plan, settings, train_state, device
-        self._loss_scale = 1.0
+        self._loss_scale, self.has_queue = 1.0, devices.has_queue(device)
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
         here = plan.state_at(settings.place)
@@ -66,21 +66,18 @@ class State:
         self.changed_keys = {self._slots[name].key for name in self._changed}  # canonical names
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
-        # The model's tensors, with shape, strides and dtype; and these tensors without autograd, or copies of them with
-        # the strides that the plan is compiled for.
+        # The model's tensors, with shape, strides and dtype; without autograd, or copies with the plan's strides.
         self._bound: dict[str, tuple[Tensor, Any, Any, Any]] = {}
         self._plain: dict[str, Tensor] = {}
-        # The memory to which weights were moved from another device: they get it again, so that addresses stay.
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}  # of weights of another device: again, so that addresses stay
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
-        # The user's tensors with other strides, and copies with those of the plan, which `end_step` copies back.
-        self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}
-        # Values with replica groups, each with the index of the row that is copied to each row.
-        self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}
+        self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}  # other strides: the user's, ours
+        self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}  # replica groups, and rows' sources
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.optimizer: dict[Unit, OptimizerState] = {}
         self._bound_states: dict[Unit, tuple[Tensor, ...]] = {}  # those that `optimizer` was made from
+        self._kept: Any = None, None  # rates of the latest `bind`, and by group the states that they need
         with devices.as_current_device(device):
             fixed = {}  # constants, and the loss scale, which is 1 at first
             for slot in (slot for slot in self._slots.values() if slot.role not in WEIGHTS):
@@ -131,26 +128,12 @@ class State:
         self.train_state.commit.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.train_state.find_weights()
-            if lost := [slot.key for slot in self._weights if slot.key not in present]:
-                raise Error(
-                    f"the model has lost {', '.join(lost)} since it was compiled\n"
-                    "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
-                    " became the same object as another one\n"
-                    "  fix: put it back, or change the model before it is wrapped"
-                )
-            empty = [slot.key for slot in self._weights if present[slot.key].is_meta]
-            if empty and self.device.type != "meta":
-                raise Error(
-                    f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
-                    "  fix: poptorch.materialize(model), before it is wrapped, lets the layers' reset_parameters() fill"
-                    " them; or `model.to_empty(device='cpu')`, then set or load the weights. If ipus of another"
-                    " instance held them so far: copyWeightsToHost() in all instances"
-                )
-            if moved := [slot for slot in self._weights if not self._is_bound(slot.key, present[slot.key])]:
+            if moved := [x for x in self._weights if not self._is_bound(x.key, present.get(x.key))]:
+                self._check_values(present, moved)
                 self._check_shared_memory(present)
                 for slot in moved:
                     self._bind_weight(slot, present[slot.key])
-            for key, value in self._find_constants().items():
+            for key, value in self._find_constants().items() if self._constants else ():
                 if key in self._constants:
                     plain = value.detach()
                     if self.device != plain.device:
@@ -162,10 +145,9 @@ class State:
                 for values, buffers in zip(self.values[1:], own[1:], strict=False):
                     values.update((name, buffers[self._slots[name].key]) for name in self._changed)
             if self.settings.optimizer is not None:
-                parameters = self.train_state.parameters()
-                for unit in (u for u in self.units if u.key in self.settings.optimizer.group_of):
-                    self._bind_optimizer(unit, parameters[unit.key], self.settings.optimizer, hyper)
-        self._repeat_rows()
+                self._bind_states(self.settings.optimizer, hyper)
+        if self._repeated:
+            self._repeat_rows()
 
     def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
         """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in
@@ -180,7 +162,7 @@ class State:
         """Return the user's trained parameters of this place that `bind` has found, by canonical name."""
         return {key: self._bound[key][0] for key in self.trained if key in self._bound}
 
-    def _is_bound(self, key: str, value: Tensor) -> bool:
+    def _is_bound(self, key: str, value: Any) -> bool:
         """Return whether `values` are this tensor of the model. Its memory is compared with the present one of the
         bound tensor: `share_memory()` moves both, and the address that they had may be another tensor's now."""
         known = self._bound.get(key)
@@ -190,6 +172,24 @@ class State:
             and known[1:] == (value.shape, value.stride(), value.dtype)
             and self._plain[key].data_ptr() == value.data_ptr()
         )
+
+    def _check_values(self, present: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
+        """Raise Error if the model lacks one of these weights, or its value."""
+        if lost := [slot.key for slot in slots if slot.key not in present]:
+            raise Error(
+                f"the model has lost {', '.join(lost)} since it was compiled\n"
+                "  why: its parameters and buffers are those of the compilation; one of them was removed, or"
+                " became the same object as another one\n"
+                "  fix: put it back, or change the model before it is wrapped"
+            )
+        empty = [slot.key for slot in slots if present[slot.key].is_meta]
+        if empty and self.device.type != "meta":
+            raise Error(
+                f"{', '.join(empty[:5])} of the model are on the meta device, and have no values\n"
+                "  fix: poptorch.materialize(model), before it is wrapped, lets the layers' reset_parameters() fill"
+                " them; or `model.to_empty(device='cpu')`, then set or load the weights. If ipus of another"
+                " instance held them so far: copyWeightsToHost() in all instances"
+            )
 
     def _check_shared_memory(self, present: Mapping[str, Tensor]) -> None:
         """Raise Error if two weights overlap in memory, and calls change one of them."""
@@ -263,18 +263,26 @@ class State:
             for value in values:
                 value.copy_(value[sources])
 
-    def _bind_optimizer(
-        self, unit: Unit, parameter: Tensor, optimizer: Optimizer, hyper: Hyper | None
-    ) -> None:
-        """Set `optimizer[unit]` to the optimizer state of the user's `parameter`, or to copies of states with
-        other strides. Add missing states, replace those of another dtype, remove those that another process owns."""
-        if not self.is_updated_here(unit.key):
+    def _bind_states(self, optimizer: Optimizer, hyper: Hyper | None) -> None:
+        """Bind the optimizer state of all units that are updated, as these rates need it."""
+        group_of, parameters = optimizer.group_of, self.train_state.parameters()
+        known, kept = self._kept
+        if kept is None or hyper is not known:
+            groups = [{}] * (1 + max(group_of.values(), default=0)) if hyper is None else hyper.groups
+            kept = [[*RULES[optimizer.kind].states_of(optimizer, rates)] for rates in groups]
+            self._kept = hyper, kept
+        for unit in self.units:
+            if unit.key in group_of:
+                self._bind_optimizer(unit, parameters[unit.key], optimizer, kept[group_of[unit.key]])
+
+    def _bind_optimizer(self, unit: Unit, parameter: Tensor, optimizer: Optimizer, kept: Any) -> None:
+        """Set `optimizer[unit]` to the states (`kept`) of the user's `parameter`, or to copies of states with other
+        strides. Add missing states, replace those of another dtype, remove those that another process owns."""
+        if self.train_state.owner and not self.is_updated_here(unit.key):
             self.train_state.optimizer.state.pop(parameter, None)
             return
-        rates = {} if hyper is None else hyper.groups[optimizer.group_of[unit.key]]
-        kept = list(RULES[optimizer.kind].states_of(optimizer, rates))
         states = self.train_state.optimizer.state.get(parameter, {})
-        present = [states.get(each.name) for each in kept]
+        present = [*map(states.get, map(attrgetter("name"), kept))]
         known = self._bound_states.get(unit)
         if known is not None and unit not in self._copied and [*map(id, present)] == [*map(id, known)]:
             return
@@ -320,7 +328,7 @@ class State:
         """Set the new buffers to the current ones; take those, and the sums, of a plan that has begun the step."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
-            new.update((name, values[name]) for name in self._changed)
+            new.update(zip(self._changed, map(values.__getitem__, self._changed), strict=True))
         held, self.train_state.held = self.train_state.held, None
         if held is None or not self.settings.part.before:
             return
@@ -345,27 +353,29 @@ class State:
             for name, value in new.items():
                 if value is not values[name]:
                     write(values[name], value)
-        self._repeat_rows()
+        if self._repeated:
+            self._repeat_rows()
         for pairs in self._copied.values():
             for users, own in pairs:
                 write(users, own)
-        self.share_buffers()
+        if len(self.values) > 1:
+            self.share_buffers()
         seed, step = self.train_state.random_state
         self.train_state.random_state = seed, step + 1
         self.train_state.updates += self.settings.training
 
     def share_buffers(self) -> None:
         """Copy the buffers of all replicas to `train_state`."""
-        if len(self.values) > 1:
-            for replica, values in enumerate(self.values):
-                for name in self._changed if self.settings.runs_replica(replica) else ():
-                    self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
+        for replica, values in enumerate(self.values):
+            for name in self._changed if self.settings.runs_replica(replica) else ():
+                self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
-        name = next((slot.name for slot in self._slots.values() if slot.role == "loss_scale"), None)
-        if name is not None and scale != self._loss_scale:
-            self.values[0][name].fill_(scale)  # which all replicas share
+        if scale != self._loss_scale:
+            for slot in self._slots.values():
+                if slot.role == "loss_scale":
+                    self.values[0][slot.name].fill_(scale)  # which all replicas share
             self._loss_scale = scale
 
     def end_call(self) -> None:
@@ -375,23 +385,6 @@ class State:
         except UnrecoverableError as error:
             self.train_state.commit.lose(error)
             raise
-
-    # ---- what a profile shows --------------------------------------------------------------------------------
-
-    def memory(self, replica: int, ipu: int) -> KeptBytes:
-        """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
-        held = {*self.plan.slots_held_by(ipu)}
-        slots = [slot for slot in self.plan.partition.signature.slots if slot.name in held]
-        weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
-        others = sum(slot.nbytes for slot in slots) - weights
-        gradients = states = 0
-        for unit in self.units:
-            members = self.settings.sharing_replicas(unit.key, unit.replica)
-            if self.settings.optimizer is not None and self.ipu_of[unit.key] == ipu and replica in members:
-                weight = self.weight(unit)
-                gradients += weight.numel() * self.settings.optimizer.sum_dtype(weight.dtype).itemsize
-                states += sum(value.nbytes for value in self.optimizer.get(unit, {}).values())
-        return KeptBytes(replica, ipu, weights, others, gradients, states)
 
 
 def _differ_in_strides(one: Tensor, other: Tensor) -> bool:

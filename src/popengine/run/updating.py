@@ -21,17 +21,19 @@ of the parameter's slot. Another draw has to use the key (seed, step) and number
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ir
 from ..errors import RunError
-from ..settings import Optimizer, Settings
+from ..settings import Settings
 from ..torch_private import ALIGNMENT
 from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_chunks
 from ..update.optimizer_rules import OWN_STEP
-from . import devices
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Connections, Subset, Tag
@@ -44,6 +46,7 @@ from .train_state import has_same_bits
 # at most `_SHARE` of the gradients' elements are large, and otherwise halves.
 _LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
 _SHARE = 1e-7
+_GRADIENT = attrgetter("gradient")
 Work = Callable[[EngineCall, int], None]  # runs a row for a call, given the row's index
 _StepKey = tuple[int, int]  # (ipu, parameter group) of the parameters of an UpdateStep
 
@@ -62,6 +65,13 @@ class Updates:
     ) -> None:
         self.plan, self.settings, self.state, self._group, self._mail = plan, settings, state, group, mail
         self._sums = AllReduce(group, Tag.SUMS) if group is not None else sums
+        self._optimizer: Any = settings.optimizer  # None in inference, which has no rows of updates
+        self._needs_whole_gradients = settings.needs_whole_gradients
+        self._members = {unit: settings.sharing_replicas(*unit) for unit in state.units}
+        step, counts = settings.part, settings.counts
+        # Factors by which the sums of gradients are divided for a mean.
+        count = step.before + step.weight * counts.accumulation
+        self._divisors = (count, counts.global_replicas) if settings.reduction == "mean" else (1, 1)
         self._slot_index = {slot.key: index for index, slot in enumerate(plan.partition.signature.slots)}
         self.buckets: dict[int, list[Bucket]] = {}  # by row
         if self._sums is not None:
@@ -93,11 +103,6 @@ class Updates:
         assert isinstance(self._sums, AllReduce)
         return self._sums
 
-    @property
-    def _optimizer(self) -> Optimizer:
-        assert self.settings.optimizer is not None
-        return self.settings.optimizer
-
     def bind(self, row: int) -> Work | None:
         """Return the function that runs a row; None: nothing is to be run."""
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
@@ -117,7 +122,7 @@ class Updates:
         task = self.plan.tasks[row]
         if task.index == "parameter":
             count = len(self.state.units)
-            return min(count, 1) if devices.has_queue(self.state.device) else count
+            return min(count, 1) if self.state.has_queue else count
         return len(self._chunks.get(task.ipu, ())) if task.index == "chunk" else 1
 
     # ---- gradients -------------------------------------------------------------------------------------------
@@ -139,24 +144,21 @@ class Updates:
     def _reduce(self, call: EngineCall, parts: Sequence[ParameterUpdate]) -> None:
         """Add `part.others` to `part.gradient` of each part, in place, as a binary tree over replicas; divide the
         gradients by the loss scale, for means also by the number of micro-batches."""
-        for others in {len(part.others) for part in parts} - {0}:
+        numbers = {len(part.others) for part in parts} - {0} if len(self.state.sums) > 1 else ()
+        for others in numbers:
             rows = [(part.gradient, *part.others) for part in parts if len(part.others) == others]
             replicas = [list(sums) for sums in zip(*rows, strict=True)]
             for sums in replicas:
                 self._divide_means(sums)
             tree_sum(leaf_nodes(replicas))
-        divisor = call.results.loss_scale
-        if self.settings.reduction == "mean":
-            step, counts = self.settings.part, self.settings.counts
-            divisor *= step.before + step.weight * counts.accumulation
-            divisor *= counts.global_replicas
-        divide_([part.gradient for part in parts], divisor)
+        divisor = call.results.loss_scale * self._divisors[0] * self._divisors[1]
+        divide_([*map(_GRADIENT, parts)], divisor)
 
     def _reduce_and_measure_gradients(self, call: EngineCall, index: int) -> None:
         """Reduce the gradient of unit number `index`, in place; store its norm or counts of its elements. On an
         accelerator of all units, with few kernels. A complex gradient is real here, with a last dimension of 2
         (`ParameterUpdate`)."""
-        numbers = slice(None) if devices.has_queue(self.state.device) else slice(index, index + 1)
+        numbers = slice(None) if self.state.has_queue else slice(index, index + 1)
         units = [unit for unit in self.state.units[numbers] if self.state.is_updated_here(unit.key)]
         gradients = {unit: self._parameter_update(unit) for unit in units}
         self._reduce(call, [*gradients.values()])
@@ -180,23 +182,28 @@ class Updates:
     def _parameter_update(self, unit: Unit, is_reduced: bool = False) -> ParameterUpdate:
         """Return the tensors of a unit's update. The gradient is the sum of the unit's first replica; the other
         replicas' sums are `others`, unless row "exchange" or "norm" has added them."""
-        is_reduced = is_reduced or self._sums is not None
-        members = (unit.replica,) if is_reduced else self.settings.sharing_replicas(unit.key, unit.replica)
-        gradient, *others = (self.state.sums[replica][unit.key] for replica in members)
-        state, seed = self.state.optimizer.get(unit, {}), self._rounding_seed(unit)
-        return ParameterUpdate(self.state.weight(unit), gradient, state, tuple(others), seed)
+        others: tuple[Tensor, ...] = ()
+        if not is_reduced and self._sums is None and len(members := self._members[unit]) > 1:
+            others = tuple(self.state.sums[replica][unit.key] for replica in members[1:])
+        gradient, state = self.state.sums[unit.replica][unit.key], self.state.optimizer.get(unit, {})
+        seed = self._rounding_seed(unit) if self.settings.stochastic_rounding else None
+        return ParameterUpdate(self.state.weight(unit), gradient, state, others, seed)
 
     # ---- the updates -----------------------------------------------------------------------------------------
 
     def _begin_updates(self, call: EngineCall, _: int) -> None:
-        """Compute the clipping factor and next loss factor, allocate all large tensors, commit the step with all
-        processes. With automatic loss scaling no weight changes if a gradient is not finite."""
+        """Compute the clipping factor and next loss factor, make the update of each ipu and group (for an own
+        `step()` of all parameters), commit the step with all processes. With automatic loss scaling no weight changes
+        if a gradient is not finite."""
         bound = self._optimizer.max_grad_norm
         if bound < math.inf:
             # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
             self._clipping_factor = torch.clamp(bound / (self._total_norm() + 1e-6), max=1.0)
         if not self.settings.automatic_loss_scaling or self._adapt_loss_scale():
-            self._steps.update((step_key, self._new_step(call, step_key)) for step_key in self._units)
+            assert call.hyper is not None
+            for step_key, units in self._units.items():
+                updates = [*map(self._parameter_update, units, repeat(self._needs_whole_gradients))]
+                self._steps[step_key] = UpdateStep(self._optimizer, call.hyper.groups[step_key[1]], updates)
         peers = self._mail or self._group
         if peers is None:
             call.commit.commit()
@@ -210,22 +217,15 @@ class Updates:
         for step in self._steps.values():
             step.increment_counts()
 
-    def _new_step(self, call: EngineCall, step_key: _StepKey) -> UpdateStep:
-        """Return the update of the parameters of an ipu and group; of all parameters for an own `step()`."""
-        assert call.hyper is not None
-        is_reduced = self.settings.needs_whole_gradients
-        updates = [self._parameter_update(unit, is_reduced) for unit in self._units[step_key]]
-        return UpdateStep(self._optimizer, call.hyper.groups[step_key[1]], updates)
-
     def _prepare_gradients(
         self, call: EngineCall, parts: Sequence[ParameterUpdate]
     ) -> Sequence[ParameterUpdate]:
         """Reduce gradients (unless row "norm" did) and clip them, in place; return `parts`. Record in the call whether
         the loss scale made gradients overflow, for a warning."""
         optimizer = self._optimizer
-        if not self.settings.needs_whole_gradients:
+        if not self._needs_whole_gradients:
             self._reduce(call, parts)
-        gradients = [part.gradient for part in parts]
+        gradients = [*map(_GRADIENT, parts)]
         # The loss scale may make gradients overflow. (No check on an accelerator: the host would wait.)
         scale = call.results.loss_scale
         if scale != 1 and self.state.device.type == "cpu" and not self.settings.automatic_loss_scaling:
@@ -275,8 +275,8 @@ class Updates:
         return not not_finite
 
     def _rounding_seed(self, unit: Unit) -> int | None:
-        """Return the seed of a parameter's stochastic rounding in this step; None: no stochastic rounding."""
-        if not self.settings.stochastic_rounding or self.state.weight(unit).dtype == torch.float32:
+        """Return the seed of a parameter's stochastic rounding in this step; None: float32 is not rounded."""
+        if self.state.weight(unit).dtype == torch.float32:
             return None
         return hash_integers(hash_integers(*self.state.train_state.random_state), self._slot_index[unit.key])
 
@@ -335,11 +335,6 @@ class Updates:
         weights = [self.state.weight(unit) for unit in units]
         owners = [self.state.train_state.owner[unit.key] for unit in units]
         self._processes.broadcast_by_owners(weights, owners)
-
-    def end_step(self) -> None:
-        """End the step in the state, and drop its gradients."""
-        self.state.end_step()
-        self.clear_step()
 
     def clear_step(self) -> None:
         """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""

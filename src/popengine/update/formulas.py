@@ -7,6 +7,7 @@ loss scale, clipped, for `maximize` negated; formulas may overwrite them) and th
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Step(NamedTuple):
 
     def state(self, name: str) -> list[Tensor]:
         """Return the state tensor called `name` of each parameter."""
-        return [state[name] for state in self.states]
+        return [*map(itemgetter(name), self.states)]
 
 
 Formula = Callable[[Step], None]
@@ -44,7 +45,7 @@ def _decay_gradients(step: Step) -> None:
 
 def _counts_of_updates(step: Step) -> list[float]:
     """Return the number of updates of each parameter, this update included, from the state "step"."""
-    return [count.item() for count in step.state("step")]
+    return [*map(Tensor.item, step.state("step"))]
 
 
 def sgd(step: Step) -> None:
@@ -92,7 +93,7 @@ def _step_by_moments(step: Step) -> None:
     _, group, parameters, gradients, _ = step
     corrections1, corrections2 = _update_moments(step)
     roots = gradients  # no longer needed; an allocation would cost more than the computation
-    if all(root.is_cpu for root in roots):
+    if roots[0].is_cpu:
         for root, square in zip(roots, step.state("exp_avg_sq"), strict=True):
             torch.sqrt(square, out=root)
     else:

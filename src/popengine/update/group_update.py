@@ -19,7 +19,7 @@ from ..settings import Optimizer
 from .formulas import Formula, Rates, State, Step
 from .optimizer_rules import RULES, RuleState, TrustRatios
 
-SCALARS = ("step", "trust")  # names of the states that have one number per parameter
+SCALARS = {"step", "trust"}  # names of the states that have one number per parameter
 # Elements of each tensor: 4 MB of float32. Smaller chunks fit a core's own cache, but an operation costs more
 # to start: 2^18 takes 1.15 times as long (benchmarks/updates).
 CHUNK = 1 << 20
@@ -178,8 +178,11 @@ class UpdateStep:
 
     def views(self, chunk: Chunk) -> list[ParameterUpdate]:
         """Return a `ParameterUpdate` of each parameter in a chunk, with views of the chunk's elements."""
-        parts = ((self.parts[number], start, stop) for number, start, stop in chunk)
-        return [part.elements(start, stop) if stop else part for part, start, stop in parts]
+        found = [self.parts[number] for number, _, _ in chunk]
+        for index, (_, start, stop) in enumerate(chunk):
+            if stop:
+                found[index] = found[index].elements(start, stop)
+        return found
 
     def increment_counts(self) -> None:
         """Add 1 to the state "step" of each parameter, in place; do nothing if the rule has no such state."""
@@ -212,8 +215,10 @@ class UpdateStep:
 
     def apply(self, views: Sequence[ParameterUpdate]) -> None:
         """Update the weights and states of a chunk, in place, by the fused kernel or by the formula."""
-        fused = [v for v in views if self._is_fused and v.parameter.dtype == torch.float32]
-        others = [v for v in views if not self._is_fused or v.parameter.dtype != torch.float32]
+        others, fused = views, []
+        if self._is_fused:
+            fused = [view for view in views if view.parameter.dtype == torch.float32]
+            others = [view for view in views if view.parameter.dtype != torch.float32]
         if fused:
             assert self.rule.fused is not None
             weights, gradients = [view.parameter for view in fused], [view.gradient for view in fused]
@@ -233,8 +238,8 @@ class UpdateStep:
         start as the first gradient."""
         if self.rates.get("maximize"):
             torch._foreach_neg_([view.gradient for view in views])
-        for kept in (state for state in self.rule.states if state.is_gradient_first):
-            for view in views:
+        for kept in self.rule.states:
+            for view in views if kept.is_gradient_first else ():
                 if view.state["step"].item() == 1:
                     view.state[kept.name].copy_(view.gradient)
 
@@ -243,14 +248,15 @@ class UpdateStep:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run a formula in float32 (of float64 parameters: float64). Update the states in place; return the new
         weights and gradients, which are the tensors themselves unless they are of half precision."""
-        types = [torch.promote_types(view.parameter.dtype, torch.float32) for view in views]
-        # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
-        weights = [view.parameter.to(dtype) for view, dtype in zip(views, types, strict=True)]
-        wide = [gradient.to(dtype) for gradient, dtype in zip(gradients, types, strict=True)]
-        states = [
-            {name: value if name in SCALARS else value.to(dtype) for name, value in view.state.items()}
-            for view, dtype in zip(views, types, strict=True)
-        ]
+        weights, wide, states = list[Tensor](), list[Tensor](), list[State]()
+        for view, gradient in zip(views, gradients, strict=True):
+            dtype = torch.promote_types(view.parameter.dtype, torch.float32)
+            # .to returns the tensor itself if it has the dtype already: then nothing is to be written back.
+            weights.append(view.parameter.to(dtype))
+            wide.append(gradient.to(dtype))
+            states.append(dict(view.state))
+            for name in view.state.keys() - SCALARS:
+                states[-1][name] = view.state[name].to(dtype)
         formula(Step(self.optimizer, self.rates, weights, wide, states))
         for view, results in zip(views, states, strict=True):
             for name, value in view.state.items():

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -226,9 +226,17 @@ def join_results(
 ) -> tuple[LatestCall, list[Tensor]]:
     """Return a call's results and its outputs, in the forward's order, from the results of its runs."""
     executable = runs_and_results[0][1].executable
-    times = [_run_times(plan, results) for _, plan, results in runs_and_results]
-    returned = zip(*(results.outputs(executable.outputs) for _, _, results in runs_and_results), strict=True)
-    outputs = [_join_values(values, executable.settings.outputs) for values in returned]
+    mode: Any = executable.settings.outputs
+    times, returned, notes_of_runs = list[list[Times]](), list[list[Tensor]](), list[Sequence[Any]]()
+    for _, plan, results in runs_and_results:
+        count, inputs = executable.outputs, plan.synthetic
+        found = results.times(count)
+        if inputs is not None:  # is not measured
+            found = [[[]] * number for number in (len(inputs), len(inputs), count, count)]
+        times.append(found)
+        returned.append(results.outputs(count))
+        notes_of_runs.append(plan.executable.notes)
+    outputs = [*map(_join_values, zip(*returned, strict=True), repeat(mode))]
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
@@ -236,20 +244,12 @@ def join_results(
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
         anchored[name] = _join_values(values, anchor.outputs)
     notes = []
-    for parts in zip(*(plan.executable.notes for _, plan, _ in runs_and_results), strict=True):
+    for parts in zip(*notes_of_runs, strict=True):
         values = [note.value(results) for note, (_, _, results) in zip(parts, runs_and_results, strict=True)]
         tensors = zip(*map(tensors_of, values), strict=True)
         joined = (_join_values(of_runs, "all") for of_runs in tensors)
         notes.append((parts[0].what, with_tensors(values[0], joined)))
     return LatestCall(times, anchored, notes, True), outputs
-
-
-def _run_times(plan: LoadedPlan, results: Results) -> list[Times]:
-    """Return, for each key of `_KEYS`, a run's times by tensor; empty lists if inputs are synthetic."""
-    outputs = plan.executable.outputs
-    if plan.synthetic is not None:
-        return [[[]] * count for count in (*[len(plan.synthetic)] * 2, *[outputs] * 2)]
-    return [results.load_started, results.loaded, *results.copy_times(outputs)]
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, Self
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.torch_private import step_hooks
+from popengine.torch_private import step_hooks as hooks_of_step
 from popengine.update.optimizer_rules import OWN_STEP, RULES
 
 from ..logs import listed, logger
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     values: list[Any]  # rates, attributes that are compiled in, and the ids of hooks of `step()`
 
     @classmethod
-    def of(cls, optimizer: Any, kind: str) -> Self:
+    def of(cls, optimizer: Any, kind: str, hooks: Sequence[Mapping[int, Any]]) -> Self:
         attributes, (names, keys) = vars(optimizer), RULES[kind].watched
         members, found, values = [], [*map(attributes.get, names)], list[Any]([type(optimizer)])
         for group in optimizer.param_groups:
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
         for value in found:
             for part in value if type(value) is tuple else (value,):
                 values.append(part.tolist() if isinstance(part, Tensor) else part)
-        values += chain.from_iterable(step_hooks(optimizer) if kind != OWN_STEP else ())
+        values += chain.from_iterable(hooks)
         return cls(members, attributes.get("_loads", 0), values)
 
 
@@ -62,7 +62,7 @@ class OptimizerLink:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
         self.snapshot: Snapshot | None = None
-        self._seen = Seen([], 0, [])
+        self._seen, self._step_hooks = Seen([], 0, []), list[Mapping[int, Any]]()
         self._first_names = frozenset[str]()  # of the model's parameters before the compilation
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._is_connected = False  # whether an engine updates the optimizer's state
@@ -91,7 +91,8 @@ class OptimizerLink:
             optimizer = optimizer.optimizer
         compiled, before = self._plans.executable is not None, self.snapshot
         now = self._snapshot_of(optimizer)
-        seen = Seen.of(optimizer, now.frozen.kind)
+        step_hooks = hooks_of_step(optimizer)
+        seen = Seen.of(optimizer, now.frozen.kind, step_hooks)
         # Rates of a checkpoint replace constants.
         is_loaded = seen.loads != (self._seen.loads if optimizer is self.optimizer else 0)
         if compiled and before is not None:
@@ -115,7 +116,7 @@ class OptimizerLink:
             self._replace_optimizer(optimizer, continues=is_new)
         else:
             self._name_parameters()
-        self.snapshot, self._seen = now, seen
+        self.snapshot, self._seen, self._step_hooks = now, seen, step_hooks
 
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
@@ -251,7 +252,8 @@ class OptimizerLink:
         """
         if self.snapshot is None:
             return []
-        before, seen = self.snapshot, Seen.of(self.optimizer, self.snapshot.frozen.kind)
+        before = self.snapshot
+        seen = Seen.of(self.optimizer, before.frozen.kind, self._step_hooks)
         if seen == self._seen:
             return seen.members
         if before.frozen.kind != OWN_STEP:

@@ -89,12 +89,10 @@ class Optimizer:
     _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
     _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
 
-    # Canonical names of the parameters in the order of the groups: those of the executor that has compiled them,
-    # before that those in a loaded "ipu_param".
+    # Canonical names of parameters, in the groups' order: the executor's, before that those in a loaded "ipu_param".
     _names: tuple[str, ...] = ()
     _loads = 0  # number of loaded states that had rates
-    # The factor of automatic loss scaling, which calls change; None: there is none.
-    _loss_factor: Tensor | None = None
+    _loss_factor: Tensor | None = None  # of automatic loss scaling, which calls change
 
     state: Any  # torch's: {parameter: {name of a state: tensor}}
     loss_scaling: float = 1.0
@@ -114,8 +112,7 @@ class Optimizer:
                 cls.__init__ = _constructor(cls._arguments)
 
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
-        """Initialise torch's class with the arguments that it accepts, and set the other declared attributes. None
-        means omitted. The given rates become variable."""
+        """Initialise torch's class, and set the other declared attributes. None: omitted. Given rates are variable."""
         given = {name: value for name, value in arguments.items() if value is not None}
         for name, dtype in given.items():
             if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
