@@ -185,9 +185,7 @@ class GraphRecorder(TorchDispatchMode):
             func, args, kwargs = _without_generator(func, args, kwargs)
         meta = self._node_meta(func)
         out = (_empty_grouped_mm if func is aten._grouped_mm.default else func)(*args, **kwargs)
-        if (
-            func is aten.lift_fresh.default
-        ):  # a fresh torch.tensor(...): a constant; or over the memory of an array
+        if func is aten.lift_fresh.default:  # torch.tensor(...); or over an array's memory
             with disable_dispatch_modes():
                 return self.add_constant(args[0].clone(), out)
         if func is aten.copy_.default and self.node_of(args[0]).op == "placeholder" and meta.get("replay"):
