@@ -209,12 +209,12 @@ ORDERS: dict[str, Order] = {
 }
 
 
-_BUILT_IN = frozenset(ORDERS)
+BUILT_IN = frozenset(ORDERS)
 
 
 def enter_order(order: Order) -> str:
     """Enter a user's order into `ORDERS`, in place of an earlier one of that name, and return its name."""
-    if order.name in _BUILT_IN and ORDERS[order.name] is not order:
+    if order.name in BUILT_IN and ORDERS[order.name] is not order:
         raise Error(f"{order.name!r} is the name of an order of Pando's\n  fix: give yours another name")
     ORDERS[order.name] = order
     return order.name

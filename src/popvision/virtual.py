@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from popengine.order import ORDERS, Action, Order, Timeline, step_duration, timeline
+from popengine.order import BUILT_IN, ORDERS, Action, Order, Timeline, step_duration, timeline
 from popengine.profile import Profile, TaskRun
 from popengine.stages import even_cut
 
@@ -99,7 +99,8 @@ def simulate_step(step: StepModel) -> tuple[list[tuple[int, int]], Timeline]:
 def other_schedules(step: StepModel) -> list[StepModel]:
     """Return a step in its own order, then in the other ones that can run the same stages: each on its own ipu, with
     whole backwards. Empty, if the step's order is none of these."""
-    names = ("1f1b", "gpipe", "sharded")
+    known = (order for name, order in ORDERS.items() if name in BUILT_IN and not order.cuts_backwards)
+    names = [order.name for order in known if order.placement in ("merged", "turns")]
     stages, ipus = ({getattr(action, name) for action in step.actions} for name in ("stage", "ipu"))
     if step.order not in names or not 1 < len(ipus) == len(stages):
         return []

@@ -146,22 +146,22 @@ const SCHEDULES = { "1f1b": "1F1B (pipelined)", gpipe: "GPipe (all forwards, the
 function schedulesCard(entry, page) {
   const all = entry.error ? [] : entry.figures.schedules;
   if (all.length < 2) return null;
-  const holder = make("div"), names = all.map(({ name }) => SCHEDULES[name]);
+  const holder = make("div"), named = ({ name }) => SCHEDULES[name] || name;
   function show(i) {
     const pair = [all[0], all[1 + i]];
     const traces = pair.map(({ rows: runs }) => new Trace({ ...entry, profile: { ...entry.profile, schedule: { columns: [], rows: [] } }, devices: { ...entry.devices, rows: runs } }));
     align(traces);
     page.traces = traces;
     const row = (name, text) => [name, ...pair.map(text)];
-    holder.replaceChildren(...traces.map((trace, j) => make("div", { style: { marginBottom: "14px" } }, make("h3", {}, SCHEDULES[pair[j].name]), trace.canvas)), traceLegend(traces[0]),
-      make("div", { style: { marginTop: "12px" } }, plainTable(["", ...pair.map(({ name }) => SCHEDULES[name])], [
+    holder.replaceChildren(...traces.map((trace, j) => make("div", { style: { marginBottom: "14px" } }, make("h3", {}, named(pair[j])), trace.canvas)), traceLegend(traces[0]),
+      make("div", { style: { marginTop: "12px" } }, plainTable(["", ...pair.map(named)], [
         row("a step on separate devices", ({ ns }) => units.time(ns)), row("bubble", ({ bubble }) => units.share(bubble)), row("activations of the fullest ipu", ({ activations }) => (activations === null ? "–" : units.bytes(activations))),
       ])), make("p", { class: "hint", style: { marginTop: "8px" } }, "Both are simulated with the recorded costs of this run."));
     page.note({ beside: all[1 + i].name });
   }
   const chosen = Math.max(0, all.slice(1).findIndex(({ name }) => name === page.state.beside));
   show(chosen);
-  return make("section", { class: "card" }, make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Two schedules side by side"), choice("The other schedule", names.slice(1), chosen, show)), holder);
+  return make("section", { class: "card" }, make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Two schedules side by side"), choice("The other schedule", all.slice(1).map(named), chosen, show)), holder);
 }
 
 /** Both views start at their step's start, and moving one moves the other. */
