@@ -214,6 +214,6 @@ class Instances:
 
 def _silenced_streams(request: CommandLine, instance: int) -> Std:
     """Return which of an instance's standard streams are written to a file instead of to the terminal."""
-    if request.only_output not in (None, instance):
+    if request.only_output_from_instance not in (None, instance):
         return Std.ALL
-    return Std.OUT if request.only_stdout not in (None, instance) else Std.NONE
+    return Std.OUT if request.only_stdout_from_instance not in (None, instance) else Std.NONE

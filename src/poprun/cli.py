@@ -71,7 +71,7 @@ def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
         request.log.warning(f"no effect without IPUs: {options}")
     if request.ignored_mpi:
         request.log.warning(f"no effect without MPI: {' '.join(request.ignored_mpi)}")
-    if (request.prints_topology or request.verbosity) and not request.is_elastic:
+    if (request.print_topology or request.verbosity) and not request.is_elastic:
         print(topology_table(request, names), flush=True)
     request.log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")
 

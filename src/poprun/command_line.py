@@ -12,7 +12,7 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ YES, NO = ("yes", "true", "on", "1", "y", "t"), ("no", "false", "off", "0", "n",
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The options and the program of a command line."""
+    """The options and the program of a command line. A field with the name of an option has its value."""
 
     program: tuple[str, ...]
     replicas: int = 1
@@ -41,10 +41,10 @@ class CommandLine:
     ends_idle: bool = False  # whether an idle instance is killed although no peer waits for it
     variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
     tags_output: bool = False
-    only_output: int | None = None  # the instance whose output is shown
-    only_stdout: int | None = None  # the instance whose standard output is shown
+    only_output_from_instance: int | None = None  # the instance whose output is shown
+    only_stdout_from_instance: int | None = None  # the instance whose standard output is shown
     numa_aware: bool = False
-    prints_topology: bool = False
+    print_topology: bool = False
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # names of given options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
@@ -86,25 +86,23 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
     if folder:
         variables[CHECKPOINTS] = folder
+    given = vars(options)
+    unchanged: dict[str, Any] = {x.name: given[x.name] for x in fields(CommandLine) if x.name in given}
+    changed = {
+        "checkpoint_dir": folder,
+        "max_restarts": (3 if fewest else 0) if options.max_restarts is None else options.max_restarts,
+        "hang_timeout": 600 if options.hang_timeout is None else options.hang_timeout,
+    }
     return CommandLine(
+        **unchanged | changed,
         program=tuple(program),
         replicas=options.num_replicas,
         instances=most,
         fewest_instances=fewest,
-        instances_per_node=options.instances_per_node,
-        checkpoint_dir=folder,
-        ipus_per_replica=options.ipus_per_replica,
         hosts=tuple(host.strip() for host in (options.host or "").split(",") if host.strip()),
-        max_restarts=(3 if fewest else 0) if options.max_restarts is None else options.max_restarts,
-        hang_timeout=600 if options.hang_timeout is None else options.hang_timeout,
         ends_idle=bool(fewest) or options.hang_timeout is not None,
         variables=tuple(variables.items()),
         tags_output=options.tag_output or mpi.tag_output,
-        only_output=options.only_output_from_instance,
-        only_stdout=options.only_stdout_from_instance,
-        numa_aware=options.numa_aware,
-        prints_topology=options.print_topology,
-        verbosity=options.verbosity,
         recorded=tuple(name for name in _RECORDED if getattr(options, name.replace("-", "_")) is not None),
         ignored_mpi=tuple(ignored_mpi),
     )
