@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-gpu test-all kube check docs fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-gpu test-all kube check reference docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The pages in docs/reference that are made from the code.
+reference: $(READY)
+	for page in names options optimizers; do $(BIN)/python docs/$${page}_reference.py || exit; done
 
 # The documentation as a site: build/site/index.html. Every link and page is checked.
 docs: $(READY)

@@ -1,4 +1,4 @@
-"""The signatures in docs/reference/names.md, made from the code: `python docs/names_reference.py` writes the page anew.
+"""The signatures in docs/reference/names.md, made from the code: `make reference` writes the page again.
 
 The page's other texts are written by hand.
 """

@@ -1,6 +1,7 @@
-"""docs/reference/optimizers.md, from the constructors: `python docs/optimizers_reference.py > <file>`."""
+"""docs/reference/optimizers.md, from the constructors: `make reference` writes the page."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from popengine.update.optimizer_rules import RULES
 from poptorch import optim
 
+PAGE = Path(__file__).parent / "reference" / "optimizers.md"
 _HOST = ("no effect", "only for `step()` on the host")
 _STATE = ("real", "the dtype of this optimizer state: torch.float16 or torch.float32")
 
@@ -80,7 +82,7 @@ def page() -> str:
     kinds = [kind for kind in kinds if kind not in (optim.Optimizer, optim.VariableAttributes)]
     names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
     head = (
-        "# Optimizers\n\n<!-- Made by `python docs/optimizers_reference.py`. -->\n\n"
+        "# Optimizers\n\n<!-- Made by `make reference`. -->\n\n"
         f"Pando has update rules for these optimizers, and for {names} of `torch.optim`.\n"
         "Other optimizers update the weights with their own `step()`;"
     )
@@ -110,7 +112,7 @@ def _arguments(kinds: list[Any]) -> str:
 def _default(kind: Any, name: str) -> str:
     """Return the default of an argument, or "+" if the default is not a number."""
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    if name == "lr" and kind in (optim.SGD, optim.LARS):
+    if name == "lr" and kind._needs_lr:
         return "mandatory"
     optimizer = kind(parameters, lr=1.0) if name != "lr" else kind(parameters)
     default = optimizer.defaults.get(name, getattr(optimizer, name, None))
@@ -119,4 +121,4 @@ def _default(kind: Any, name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

@@ -1,10 +1,11 @@
-"""docs/reference/options.md, made of the options' own docstrings: `python docs/options_reference.py > <file>`."""
+"""docs/reference/options.md, made of the options' own docstrings: `make reference` writes the page."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from poptorch.options import (
@@ -20,6 +21,7 @@ from poptorch.options import (
 )
 from poptorch.options.option_base import sorted_repr
 
+PAGE = Path(__file__).parent / "reference" / "options.md"
 _PLACES: dict[str, type[OptionsDict]] = {
     "poptorch.options.OptionsDict": OptionsDict,
     "poptorch.Options": Options,
@@ -33,7 +35,7 @@ _PLACES: dict[str, type[OptionsDict]] = {
 }
 _HEAD = """# Options
 
-<!-- Made by `python docs/options_reference.py`; change the docstrings in src/poptorch/options instead. -->
+<!-- Made by `make reference`; change the docstrings in src/poptorch/options instead. -->
 
 For each part of the options, this page lists the methods, with one of the three answers of [README.md](README.md), and
 the values that you can read, with their defaults and the setters that change them. Values that are "not set" exist only
@@ -113,4 +115,4 @@ def _first_paragraph(thing: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

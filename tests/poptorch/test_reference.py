@@ -130,19 +130,17 @@ def test_signatures_do_not_show_the_environment():
 def test_the_page_of_options_is_made_of_their_docstrings():
     # They were two texts, and contradicted each other: stochastic rounding was real in one only.
     made = runpy.run_path(str(FOLDER.parent / "options_reference.py"))["page"]()
-    assert (FOLDER / "options.md").read_text() == made, "python docs/options_reference.py > options.md"
+    assert (FOLDER / "options.md").read_text() == made, "make reference"
 
 
 def test_the_signatures_of_the_page_of_names_are_made_from_the_code():
     made = runpy.run_path(str(FOLDER.parent / "names_reference.py"))["page"]()
-    assert (FOLDER / "names.md").read_text() == made, "python docs/names_reference.py"
+    assert (FOLDER / "names.md").read_text() == made, "make reference"
 
 
 def test_the_page_of_optimizers_is_made_of_their_signatures():
     made = runpy.run_path(str(FOLDER.parent / "optimizers_reference.py"))["page"]()
-    assert (FOLDER / "optimizers.md").read_text() == made, (
-        "python docs/optimizers_reference.py > optimizers.md"
-    )
+    assert (FOLDER / "optimizers.md").read_text() == made, "make reference"
 
 
 def test_the_environment_has_all_variables_without_effect():

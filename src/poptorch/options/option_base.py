@@ -5,7 +5,7 @@ value until a setter creates it. Writes to a frozen object raise AttributeError;
 
 The docstring of a setter without effect begins with "Has no effect; kept for compatibility: "; its first call logs the
 reason that follows. One that always raises begins with "Refused: ". docs/reference/options.md is generated from the
-docstrings (`docs/options_reference.py`).
+docstrings (`make reference`).
 """
 
 from __future__ import annotations
