@@ -222,7 +222,7 @@ class Settings:
     def shifts(self, ipus: int) -> tuple[int, ...]:
         """Return for each local replica of so many ipus by how many devices its ipus are behind those of replica 0: ipu
         i of replica r is on device r * ipus + i, modulo their number. () if all replicas are on the same devices."""
-        replicas = range(self.counts.replicas if self.spreads and self.places else 0)
+        replicas = range(self.counts.replicas if self.spreads and self.places and self.devices else 0)
         found = tuple(replica * ipus % len(self.devices) for replica in replicas)
         return found if any(found) else ()
 
