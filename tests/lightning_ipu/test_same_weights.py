@@ -158,7 +158,10 @@ class Dropping(Classifier):
         return self.last(functional.dropout(torch.tanh(self.first(x)), 0.5, self.training))
 
 
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adam"], lambda p: poptorch.optim.AdamW(p, lr=0.01)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [OPTIMIZERS["adam"], pytest.param(lambda p: poptorch.optim.AdamW(p, lr=0.01), marks=pytest.mark.slow)],
+)
 def test_a_resumed_fit_with_dropout_is_the_unbroken_one(tmp_path, optimizer):
     dropping = {"make": partial(made, Dropping), "optimizer": optimizer, "accumulate_grad_batches": 2}
     unbroken, _ = fitted("ipu", max_epochs=4, **dropping)
