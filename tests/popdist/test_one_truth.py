@@ -370,7 +370,7 @@ def interrupted_while_it_writes(comes):
             run = executor._plans.state.commit
             os.kill(os.getpid(), signal.SIGINT)
             until = time.monotonic() + processes.LIMIT
-            while not run._is_stopped and time.monotonic() < until:
+            while not run.is_stopping and time.monotonic() < until:
                 time.sleep(0.001)
         formula(*given)
 
