@@ -240,8 +240,12 @@ def test_a_profiled_step_makes_its_tensors_on_the_device(late):
 
 
 def test_a_tensor_that_is_left_behind_fails_the_call(late, monkeypatch):
-    monkeypatch.setattr("popengine.run.row_functions.upload", lambda value, device: value)
-    engine = on_device()
+    engine, to = on_device(), torch.Tensor.to
+
+    def leave_inputs(value, *where, non_blocking=False, **others):
+        return value if non_blocking else to(value, *where, **others)
+
+    monkeypatch.setattr(torch.Tensor, "to", leave_inputs)
     with pytest.raises(RunError, match="Expected all tensors to be on the same device"):
         engine.run(batch_for(engine), rates("sgd"))
     engine.close()
