@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from concurrent.futures import wait
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -43,8 +43,14 @@ def on_devices(which, make=planned, **options):
     return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)
 
 
-@pytest.mark.parametrize("which", PLACES)
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("one ipu", "sharded state")])
+SPREAD = [name for name in LAYOUTS if name not in ("one ipu", "sharded state")]
+BY_TURNS = [*zip(SPREAD, cycle(PLACES), strict=False)]
+OTHERS = [
+    pytest.param(*pair, marks=pytest.mark.slow) for pair in product(SPREAD, PLACES) if pair not in BY_TURNS
+]
+
+
+@pytest.mark.parametrize(("name", "which"), [*BY_TURNS, *OTHERS])
 def test_each_layout_has_the_bits_of_one_cpu(name, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(name), count=4):
         engines = on_devices(which, **LAYOUTS[name])
