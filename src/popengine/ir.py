@@ -85,6 +85,11 @@ class Signature:
         return frozenset(slot.name for slot in self.slots if slot.role == "buffer" and slot.key in keys)
 
     @property
+    def running_statistics(self) -> list[Result]:
+        """Return the new values of floating point buffers that the forward changes."""
+        return [each for each in self.results if each.kind == "buffer" and each.dtype.is_floating_point]
+
+    @property
     def constant_slots(self) -> frozenset[str]:
         """Return the names of slots that don't change during a step: all but inputs and changed buffers."""
         return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed_buffers

@@ -1,4 +1,4 @@
-"""The engines of a process whose ipus or replicas are on several devices: one engine, with its threads, for each.
+"""The engines of a process with ipus or replicas on several devices: one engine, with its threads, for each device.
 
 Each engine runs the rows of its place of the table, for the replicas that are on its device. A message is a copy on a
 stream of its own, after an event of the sender's; the host waits in it only for a value that an accelerator sends to
@@ -147,9 +147,8 @@ class DeviceEngines:
             own.commit.lock, own.commit.complete_calls = lock, self.train_state.commit.complete_calls
             own.buffers = [dict(buffers) for buffers in self.train_state.buffers]
             # `bind` compares those of replica 0 with the model's, and then overwrites them.
-            own.buffers[:1] = (
-                [{key: value.clone() for key, value in own.buffers[0].items()}] if own.buffers else []
-            )
+            for first in own.buffers[:1]:
+                first.update({key: value.clone() for key, value in first.items()})
             if engine in self._states:
                 copies = self._copies_of_optimizer(self._states[engine])
                 self._states[engine] = copies
@@ -231,8 +230,7 @@ class DeviceEngines:
         self.train_state.commit.settle()
         self.train_state.commit.check_not_lost()
         present, count = self.train_state.find_weights(), self.settings.counts.replicas
-        results = self.plan.partition.signature.results
-        keys = [r.key for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
+        keys = [buffer.key for buffer in self.plan.partition.signature.running_statistics]
         with torch.no_grad():
             replicas = self.train_state.own_buffers(present, keys, count)[:count]
             for key in keys:

@@ -236,9 +236,8 @@ class Engine:
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""
         self.state.train_state.commit.settle()
-        results = self.plan.partition.signature.results
+        found = self.plan.partition.signature.running_statistics
         slot_of, values, part = self.state.slot_of, self.state.values, self.settings.counts.part
-        found = [r for r in results if r.kind == "buffer" and r.dtype.is_floating_point]
         buffers = [r for r in found if slot_of[r.key] in values[0]]  # of this process's ipus
         if not found:
             return

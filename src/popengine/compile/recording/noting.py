@@ -329,10 +329,12 @@ class Noting(TorchFunctionMode):
         code = frame.f_code
         if active.get() is not self._capture:
             return
-        if code is _READ_ENVIRONMENT and event == "call" and (key := frame.f_locals["key"]) not in self._done:
-            self._done.add(key)
-            find = partial(os.environ.get, key, MISSING)
-            self._add(Read(f"os.environ[{key!r}]", user_line(), None, None, find(), find))
+        if code is _READ_ENVIRONMENT and event == "call":
+            key = frame.f_locals["key"]
+            if (id(os.environ), key) not in self._done:
+                self._done.add((id(os.environ), key))
+                find = partial(os.environ.get, key, MISSING)
+                self._add(Read(f"os.environ[{key!r}]", user_line(), None, None, find(), find))
         # A method that dataclasses have made has no file, but its module's globals.
         if event == "call" and is_users(code.co_filename) and not is_opaque_module(frame.f_globals):
             self._note_new_classes()
