@@ -35,16 +35,16 @@ class Meetings:
 
     def meet(
         self,
-        who: "DeviceMailbox",
+        mail: "DeviceMailbox",
         part: Any,
         among: tuple["DeviceMailbox", ...],
         then: Callable[[dict["DeviceMailbox", Any]], Any] = dict,
     ) -> Any:
-        """Wait for the mailboxes `among`, which call this; return `then`, which is called once, of what each brings.
-        Raises PeerFailed after `abort`, unless the meeting was over before."""
+        """Wait until all mailboxes `among` have called this, each as `mail` and with its `part`; return `then` of the
+        parts, which is called once. Raises PeerFailed after `abort`, unless the meeting was over before."""
         with self._changed:
             meeting = self._open.setdefault(among, _Meeting())
-            meeting.parts[who] = part
+            meeting.parts[mail] = part
             if len(meeting.parts) == len(among) and not self._failure:
                 meeting.result, meeting.is_over = then(meeting.parts), True
                 del self._open[among]
@@ -108,7 +108,7 @@ class DeviceMailbox:
         return self.arrivals.has(key, wake)
 
     def take(self, key: MessageKey) -> Sequence[Tensor]:
-        """Return the values of a message, whose copies are started; raise the error if a device has failed."""
+        """Start to copy the values of a message, and return the copies; raise the error if a device has failed."""
         return [transfer.finish() for transfer in self.arrivals.take(key)]
 
     def sum(self, values: Tensor) -> None:
@@ -141,7 +141,7 @@ class DeviceMailbox:
             flats[0][cuts[mail]].copy_(value)
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
-        """Overwrite the tensors of the first device, whose results a call returns, by those of their owners."""
+        """Overwrite the tensors of the first device by those of their owners: a call returns its results."""
         first, everyone = self._meetings.mail[0], tuple(self._meetings.mail)
         own = [tensors[number].contiguous() for number in self._owned(owners) if self is not first]
         for mail, values in self._exchange({first: own} if own else {}, everyone).items():

@@ -296,7 +296,7 @@ class ReadyQueue:
 
     def _next_task(self, core: int, done: int | None) -> int | None:
         """Mark the task `done` as finished, and return the number of a ready task; None at the end. Under one lock, so
-        that this core, whose cache has the results of `done`, runs what became ready by it."""
+        that this core, which has the results of `done` in its cache, takes a task that `done` made ready."""
         with self._changed:
             if done is not None:
                 self._mark_finished(done)

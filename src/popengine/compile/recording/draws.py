@@ -64,7 +64,7 @@ class Draws:
                 self.lines.setdefault(user_line(), what)
 
     def finish(self, ran: Iterable[types.CodeType]) -> None:
-        """Note the generators whose state has changed. `ran`: the functions that have run."""
+        """Note the generators that have changed their state. `ran`: the functions that forward has called."""
         for generator, state, where in self._generators:
             if pickle.dumps(generator) != state:
                 self.lines.setdefault(where or _line_of_numpy(ran), "random numbers")

@@ -25,7 +25,7 @@ from .graph_recorder import empty_like, is_pure, run_node, sources_of
 # Of no package: noting leaves out objects of ours.
 MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
 LENGTH, CLASS = object(), object()  # the keys of `contents_of` a container, and of an object's class
-MOST_ITEMS = 1000  # of a container whose plain items are reads of their own
+MOST_ITEMS = 1000  # of a container; above it, plain items are compared as a whole
 aten = torch.ops.aten
 # Operations that read no values of their operands.
 _READS_LAYOUT = (

@@ -15,7 +15,7 @@ import torch
 TORCH = str(Path(torch.__file__).parent)
 PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
 _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
-# Packages whose objects are not looked into; pytest's is a hook of imports, which run inside forward, too.
+# Objects of these packages are not looked into. Pytest hooks imports, and so its code is called inside forward, too.
 OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics", "_pytest"}
 _LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
 _APPENDING = {"append", "appendleft", "extend", "add", "insert"}
