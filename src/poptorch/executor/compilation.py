@@ -32,6 +32,8 @@ from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
 from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights_before_calls
 
+_MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
+
 
 class Compilation:
     """The compilation of an executor's model. `unread` are the paths of arguments whose values do not matter."""
@@ -44,6 +46,7 @@ class Compilation:
         self.signature = inspect.signature(model.traced.forward)
         self.unread: frozenset[str] = frozenset()
         self.count = 0  # of compiled plans, dropped ones included
+        self._recordings = 0  # with the graph of an earlier one
         self.seconds: float | None = None  # of the latest compilation
         self._return_hook: Any = None  # see `return_weights_before_calls`
         # Made before the first plan, to record the waits for a loader from now on.
@@ -76,6 +79,15 @@ class Compilation:
             for plan in others:
                 if plan.executable is found:
                     logger.info("recorded again, with an equal graph: %s", changes or "a plan of a file")
+                    self._recordings += 1
+                    if self._recordings == _MANY_RECORDINGS:
+                        logger.warning(
+                            "forward was recorded %d times with an equal graph, which takes longer than a call; the"
+                            " latest time because %s\n"
+                            "  fix: don't read this value in forward; or pass it as a tensor, or keep it in a buffer",
+                            _MANY_RECORDINGS,
+                            changes,
+                        )
                     plans.make_current(plan)
                     return plan
             log_plan(found.plan, found.settings)

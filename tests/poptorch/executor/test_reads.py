@@ -365,6 +365,42 @@ def test_a_value_that_does_not_change_the_graph_is_not_compiled_for(caplog):
     assert any("for epoch is 6, and was 2" in message for message in caplog.messages)
 
 
+def test_a_value_of_each_call_that_does_not_change_the_graph_is_warned_about(caplog):
+    model = Model(lambda m, y: y * (2.0 if m.step >= 0 else 3.0), step=0)
+    executor = poptorch.inferenceModel(model, options())
+    for model.step in range(22):
+        executor(X)
+    (message,) = warnings(caplog)
+    assert "recorded 20 times with an equal graph" in message and "step is 20, and was 19" in message
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_read(caplog):
+    """Programs have globals such as `loss` and `scale` of their own, which change in each call."""
+    program = types.ModuleType("program")
+    exec("def rule(m, y):\n    return {'shift': y * m.scale}['shift']", vars(program))
+    model = Model(program.rule, scale=2.0)
+    executor = poptorch.inferenceModel(model, options())
+    with caplog.at_level("INFO", "poptorch::python"):
+        for step in range(3):
+            program.scale = program.shift = float(step)
+            assert torch.equal(executor(X), model(X).detach())
+    assert not [message for message in caplog.messages if "recorded again" in message]
+
+
+@pytest.mark.parametrize(
+    "lookup", ["globals()[name]", "eval(name)", "sys.modules['looked_up'].__dict__[name]"]
+)
+def test_a_global_whose_name_a_caller_gives_as_text_is_read(lookup, monkeypatch):
+    program = types.ModuleType("looked_up")
+    monkeypatch.setitem(sys.modules, "looked_up", program)
+    text = f"import sys\ndef find(name):\n    return {lookup}\ndef rule(m, y):\n    return y * find('scale')"
+    exec(text, vars(program))
+    model = Model(program.rule)
+    executor = poptorch.inferenceModel(model, options())
+    for program.scale in (2.0, 3.0):
+        assert torch.equal(executor(X), model(X).detach())
+
+
 def test_a_change_counts_in_training_and_in_a_plan_for_another_shape():
     def loss(model, y):
         return poptorch.identity_loss((y * model.scale).square().mean(), "none")

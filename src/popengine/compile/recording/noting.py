@@ -30,7 +30,9 @@ from .draws import Draws
 from .graph_recorder import CaptureRecorder
 from .reads import CLASS, LENGTH, MISSING, MOST_ITEMS, Read, Reads, contents_of, layout_of
 from .user_code import (
+    LOOKUPS,
     PANDO,
+    globals_in,
     is_opaque,
     is_opaque_module,
     is_users,
@@ -69,6 +71,7 @@ class Noting(TorchFunctionMode):
         self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
         self._ran: dict[types.CodeType, set[Any]] = {}  # with the classes of their first argument
+        self._scopes: list[tuple[dict[str, Any], frozenset[str]]] = []  # globals and names of the functions
         self._classes: dict[type, frozenset[str]] = {}  # that were met, with the names of their attributes
         self._new_classes: list[type] = []
         self._module_class = type("WatchedModule", (types.ModuleType,), {})
@@ -108,6 +111,9 @@ class Noting(TorchFunctionMode):
     def finish(self, recorder: CaptureRecorder) -> Reads:
         """Return the reads. Plain tensors that are constants of the graph are bound by its keys, unless forward has
         read their values."""
+        if any(names & LOOKUPS for _, names in self._scopes):
+            for scope, names in self._scopes:
+                self._note_names(scope, names)
         self._note_new_classes()
         keys = {id(value): key for key, value in recorder.constants.items()}
         contents = set(map(id, recorder.values_read))
@@ -191,11 +197,8 @@ class Noting(TorchFunctionMode):
         self._done.add((id(owner), name))
         if (id(owner), CLASS) not in self._done and not isinstance(owner, types.ModuleType):
             self._done.add((id(owner), CLASS))
-            self.reads.all.append(
-                Read(
-                    f"the class of {self._known[id(owner)][1] or 'the model'}", "", owner, CLASS, type(owner)
-                )
-            )
+            what = f"the class of {self._known[id(owner)][1] or 'the model'}"
+            self.reads.all.append(Read(what, "", owner, CLASS, type(owner)))
         for shelf in shelves:
             if name in shelf:
                 if name in _HOOKS and not shelf[name]:  # of most layers; the dictionary is never replaced
@@ -350,7 +353,8 @@ class Noting(TorchFunctionMode):
             return
         names = names_in(code)
         if not kinds:
-            self._note_names(scope, names)
+            self._scopes.append((scope, names))
+            self._note_names(scope, names if names & LOOKUPS else globals_in(code))
             for function in self._functions.get(code, ()):
                 self._note_variables(function)
             if code not in self._functions and {*code.co_freevars} - {"__class__"}:
@@ -376,8 +380,6 @@ class Noting(TorchFunctionMode):
                 continue
             self._done.add((id(scope), name))
             self._add(Read(name, "", scope, name, value))
-            if isinstance(value, type) and not is_opaque(value):
-                self._note_class(value, names, f"{name}.")
             if isinstance(value, types.FunctionType):
                 self._note_items(vars(value), name, ".") if vars(value) else None
         for name in names:  # imported by the function itself

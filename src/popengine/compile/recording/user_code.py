@@ -19,6 +19,19 @@ _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "t
 OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics", "_pytest"}
 _LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
 _APPENDING = {"append", "appendleft", "extend", "add", "insert"}
+_LOADS_A_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"}
+# Code with one of these names may look up a global whose name is a text, of its own or of a caller.
+LOOKUPS = {
+    "globals",
+    "vars",
+    "eval",
+    "exec",
+    "__dict__",
+    "__globals__",
+    "f_globals",
+    "modules",
+    "import_module",
+}
 
 
 def package_of(value: Any) -> str:
@@ -60,6 +73,15 @@ def names_in(code: CodeType) -> frozenset[str]:
     inner = (names_in(value) for value in code.co_consts if isinstance(value, CodeType))
     texts = (value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
     return frozenset(code.co_names).union(texts, *inner)
+
+
+@functools.cache
+def globals_in(code: CodeType) -> frozenset[str]:
+    """Return the names that a function and the functions inside it load from the module's globals, or import. An
+    attribute of such a name is another thing."""
+    inner = (globals_in(value) for value in code.co_consts if isinstance(value, CodeType))
+    loads = (step.argval for step in dis.get_instructions(code) if step.opname in _LOADS_A_GLOBAL)
+    return frozenset(loads).union(*inner)
 
 
 @functools.cache
