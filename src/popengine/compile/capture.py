@@ -5,9 +5,8 @@ float type of their input, and the losses are those of torch and of the user's m
 """
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
@@ -30,6 +28,7 @@ from .recording.current_capture import (
     interrupts_delayed,
     tracing_settings,
 )
+from .recording.float_types import call_with_matching_types
 from .recording.functional import make_functional_graph
 from .recording.graph_recorder import (
     CaptureRecorder,
@@ -40,7 +39,7 @@ from .recording.graph_recorder import (
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint, hooks_reader
-from .recording.standins import StandIns, reshaped_buffer_text
+from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
 
@@ -74,6 +73,8 @@ def capture(
         found = first = record({})
         if first.changed or first.reshaped:
             found, dropped = _record_again(first, record)
+        if first.made:
+            _check_made_buffers(first, record)
     check_none_left(module, first.containers)
     _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
     found.reads.update(dropped)
@@ -99,6 +100,7 @@ class _RecordedForward:
     containers: list[tuple[Any, str]]  # that forward and hooks have read, and these hooks, with their paths
     left: list[tuple[StoredValue, Tensor]]  # constants that forward has stored, if it has changed reads
     reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
+    made: list[tuple[MadeBuffer, Tensor | None]]  # with the values of constants
 
 
 def _record(
@@ -110,11 +112,12 @@ def _record(
     device: str,
     given: str,
     reshaped: Mapping[str, Tensor],
+    constant: Container[str] = (),
 ) -> _RecordedForward:
     """Run the forward once, on stand-ins for the weights, and return the recording. `reshaped`: by name, tensors whose
-    shapes and dtypes the stand-ins of some buffers get."""
+    shapes and dtypes the stand-ins of some buffers get; `constant`: names of buffers that are constants."""
     with DisableTorchFunctionSubclass(), fake:  # only shapes are read
-        stand_ins = StandIns(module, training, reshaped)
+        stand_ins = StandIns(module, training, reshaped, constant)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
     state, noting = Capture(training, stand_ins), Noting(module)
@@ -149,6 +152,7 @@ def _record(
         for stored in (fake_tensors_in(module) if changed else ())
         if (real := recorder.value_of(stored.value)) is not None
     ]
+    made = [(buffer, recorder.value_of(buffer.value)) for buffer in stand_ins.made]
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("buffer", name, recorder.node_of(value)) for name, value in buffers.items()),
@@ -159,7 +163,7 @@ def _record(
     stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     graph = replace(graph, held=tuple(state.held))
     noted = noting.lines, noting.draws.lines, [*stand_ins.hooks, *noting.containers()]
-    return _RecordedForward(graph, reads, changed, *noted, left, reshaped)
+    return _RecordedForward(graph, reads, changed, *noted, left, reshaped, made)
 
 
 def _record_again(
@@ -206,6 +210,32 @@ def _record_again(
         ", ".join(first.reshaped),
     )
     return first, dropped
+
+
+def _check_made_buffers(first: _RecordedForward, record: Callable[..., _RecordedForward]) -> None:
+    """Raise CaptureError if the next call would read what forward has left in a buffer that it has made: then forward
+    with this buffer has another graph. A constant that is made once may be read."""
+    text = (
+        f"Buffer {first.made[0][0].name} is made by the forward, and the next call reads what this one leaves there\n"
+        "  why: a compiled model has the state that it has when it is compiled; this value would be lost\n"
+        "  fix: register the buffer in __init__, with its first value; or run the model once in plain PyTorch,"
+        " `model(*micro_batch)`, before it is wrapped"
+    )
+    before = [(shelf, dict(shelf)) for (_, shelf, _, _), _ in first.made]
+    for (_, shelf, key, value), constant in first.made:
+        shelf[key] = torch.zeros(value.shape, dtype=value.dtype) if constant is None else constant
+    try:
+        second = record({}, {buffer.name for buffer, constant in first.made if constant is not None})
+    except Exception as error:
+        raise CaptureError(text) from error
+    finally:
+        for shelf, content in before:
+            shelf.clear()
+            shelf.update(content)
+    if fingerprint(first.graph) != fingerprint(
+        second.graph, without={buffer.name for buffer, _ in first.made}
+    ):
+        raise CaptureError(text)
 
 
 def _drop_fake_items(containers: Iterable[Any]) -> None:
@@ -281,7 +311,7 @@ class _TorchFunctions(TorchFunctionMode):
             return _copy_into_data(*args)
         if func in _DIFFERENTIATES:  # in inference gradients are off until forward differentiates
             torch.set_grad_enabled(True)
-        result = _call_with_matching_types(func, args, kwargs)
+        result = call_with_matching_types(func, args, kwargs)
         if func in LOSSES:
             self._capture.mark_loss(result)
         return result
@@ -338,61 +368,3 @@ def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
         "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
         " poptorch.inferenceModel"
     )
-
-
-# ---- float types -------------------------------------------------------------------------------------------
-
-# The weights of a layer are cast to the float type of its input. So a half input through float32 weights gives a half
-# output, where plain PyTorch raises an error. All other operations follow PyTorch's own promotion.
-_BY_FIRST = {  # by owner, names of functions: all tensors are cast to the dtype of the first
-    functional: """
-        linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm
-        rms_norm prelu multi_head_attention_forward scaled_dot_product_attention
-    """,
-    torch: """
-        matmul mm bmm mv dot inner tensordot layer_norm group_norm lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    """,
-    Tensor: "matmul __matmul__ mm bmm mv dot",
-}
-_BY_SECOND = {torch: "addmm addmv baddbmm addbmm einsum", Tensor: "addmm addmv baddbmm addbmm"}
-# From a function to the position of the tensor that gives the dtype.
-_LAYERS: dict[Any, int] = {
-    getattr(owner, name): position
-    for position, names_of in enumerate((_BY_FIRST, _BY_SECOND))
-    for owner, names in names_of.items()
-    for name in names.split()
-}
-_STATISTICS = (functional.batch_norm, functional.instance_norm)
-
-
-def _call_with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return `func(...)`. For layers, norms and products, first match the dtypes of the float tensors."""
-    if func in _STATISTICS:
-        return _call_norm(func, args, kwargs)
-    position = _LAYERS.get(func)
-    if position is not None:
-        like = args[position] if position < len(args) else next(iter(kwargs.values()), None)
-        if isinstance(like, list | tuple) and like:  # einsum takes a list, too
-            like = like[0]
-        if isinstance(like, Tensor) and like.is_floating_point():
-            args, kwargs = map_leaves(lambda value: _cast(value, like.dtype), (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_other = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
-    return value.to(dtype) if is_other else value
-
-
-def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a batch or instance norm, in float32 if dtypes differ, cast to the input's dtype; update statistics."""
-    given = inspect.signature(func).bind(*args, **kwargs).arguments
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if len({value.dtype for value in tensors.values()}) <= 1:
-        return func(*args, **kwargs)
-    wide = {name: value.float() for name, value in tensors.items()}
-    result = func(**{**given, **wide})
-    for name in ("running_mean", "running_var"):
-        if name in tensors and wide[name] is not tensors[name]:
-            tensors[name].copy_(wide[name])
-    return result.to(tensors["input"].dtype)

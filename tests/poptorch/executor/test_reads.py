@@ -401,6 +401,64 @@ def test_a_global_whose_name_a_caller_gives_as_text_is_read(lookup, monkeypatch)
         assert torch.equal(executor(X), model(X).detach())
 
 
+def once(make):
+    """A way to set the buffer "made" where there is none."""
+
+    def way(m, y):
+        if getattr(m, "made", None) is None:
+            m.register_buffer("made", make(y))
+
+    return way
+
+
+def always(make):
+    return lambda m, y: m.register_buffer("made", make(y))
+
+
+def zeros(y):
+    return torch.zeros(2)
+
+
+def start_or_go_on(m, y):
+    new = y.detach().sum(0)
+    m.register_buffer("made", new if getattr(m, "made", None) is None else m.made * 0.9 + new)
+
+
+STATEFUL = {
+    "a value of the first call": (once(lambda y: y.detach().sum(0)), lambda m, y: y + m.made),
+    "written in place": (once(zeros), lambda m, y: y + m.made.add_(y.detach().sum(0))),
+    "a counter": (once(lambda y: torch.zeros(())), lambda m, y: y * m.made.add_(1.0)),
+    "assigned": (
+        once(zeros),
+        lambda m, y: setattr(m, "made", m.made * 0.9 + y.detach().sum(0)) or y + m.made,
+    ),
+    "another start": (start_or_go_on, lambda m, y: y + m.made),
+}
+
+
+@pytest.mark.parametrize("is_declared", [False, True], ids=["not there", "None"])
+@pytest.mark.parametrize("way", STATEFUL)
+def test_state_in_a_buffer_that_forward_makes_is_an_error(way, is_declared):
+    set_buffer, use = STATEFUL[way]
+    model = Model(lambda m, y: (set_buffer(m, y), use(m, y))[1])
+    if is_declared:
+        model.register_buffer("made", None)
+    with pytest.raises(poptorch.Error, match=r"Buffer made is made by the forward(?s:.*)in __init__"):
+        poptorch.inferenceModel(model, options())(X)
+    assert dict(model.named_buffers()) == {}
+
+
+@pytest.mark.parametrize(
+    "make", [once(lambda y: torch.arange(2.0)), always(zeros), always(lambda y: y.detach() * 2)]
+)
+def test_a_buffer_that_forward_makes_may_be_a_constant_or_of_one_call(make):
+    model = Model(lambda m, y: (make(m, y), y + m.made)[1])
+    expected = copy.deepcopy(model)
+    executor = poptorch.inferenceModel(model, options())
+    for x in (X, X + 1.0):
+        assert torch.equal(executor(x), expected(x).detach())
+
+
 def test_a_change_counts_in_training_and_in_a_plan_for_another_shape():
     def loss(model, y):
         return poptorch.identity_loss((y * model.scale).square().mean(), "none")

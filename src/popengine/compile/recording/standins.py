@@ -6,7 +6,7 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +29,16 @@ class _Member(NamedTuple):
     fake: Tensor
 
 
+class MadeBuffer(NamedTuple):
+    """A buffer that forward has registered, or set in place of None: its name in the model, the module's dictionary of
+    buffers, its key there, and its value at the end."""
+
+    name: str
+    shelf: dict[str, Any]
+    key: str
+    value: Tensor
+
+
 class StandIns:
     """The fake tensors that replace a module's parameters and buffers during one capture."""
 
@@ -37,16 +47,19 @@ class StandIns:
         module: nn.Module,
         training: bool,
         others: Mapping[str, Tensor] = MappingProxyType({}),
+        constant: Container[str] = (),
     ) -> None:
-        """`others`: fake tensors, by name, whose shapes and dtypes some buffers' stand-ins get."""
-        named = [*module.named_parameters(), *module.named_buffers()]
+        """`others`: fake tensors, by name, whose shapes and dtypes some buffers' stand-ins get; `constant`: names of
+        buffers that get none."""
+        buffers = {name: real for name, real in module.named_buffers() if name not in constant}
+        named = [*module.named_parameters(), *buffers.items()]
         _check_members(named, training)
         self._module = module
         self.parameters = {
             name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
-        self.buffers = {name: empty_like(others.get(name, real)) for name, real in module.named_buffers()}
+        self.buffers = {name: empty_like(others.get(name, real)) for name, real in buffers.items()}
         fakes = {**self.parameters, **self.buffers}
         self.members = [_Member(name, real, fakes[name]) for name, real in named]
         for _, real, fake in self.members:
@@ -58,6 +71,7 @@ class StandIns:
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # (real, kept alive; its stand-in)
         # Each dictionary of parameters or buffers that has the stand-ins: its name, the dictionary, its content before.
         self._shelves: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self.made: list[MadeBuffer] = []
         self.hooks: list[tuple[Any, str]] = []  # hooks of parameters, each with its name for errors
         # Tensors that require a gradient and are no parameters, each with the user's line.
         self.orphans: list[tuple[Tensor, str]] = []
@@ -157,6 +171,12 @@ class StandIns:
                     self._check_rebound(prefix + name, name, real, shelf)
                 if prefix.startswith("Parameter"):  # a buffer may be a cache
                     _check_none_made(prefix, shelf.keys() - before.keys())
+                    continue
+                for name, value in shelf.items():
+                    if before.get(name) is None and isinstance(value, Tensor):
+                        self.made.append(
+                            MadeBuffer(prefix.removeprefix("Buffer ") + name, shelf, name, value)
+                        )
         finally:
             for _, shelf, before in shelves:
                 shelf.clear()
@@ -189,7 +209,7 @@ class StandIns:
         for title, shelf, before in self._shelves:
             for name, real in before.items() if title.startswith("Buffer") else ():
                 value = shelf.get(name)
-                if real is not None and isinstance(value, Tensor):
+                if id(real) in self._by_id and isinstance(value, Tensor):
                     canonical = self._by_id[id(real)].name
                     if found.setdefault(canonical, value) is not value:
                         raise CaptureError(
