@@ -105,7 +105,8 @@ def difference(one, other) -> str:
     return "" if same else "value"
 
 
-def main():
+def main(words=None):
+    """Train. Returns: the number of calls from which it went on."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("calls", type=int)
@@ -117,7 +118,7 @@ def main():
         type=int,
         help="wait for FOLDER/go after this call, with a complete checkpoint, to be killed",
     )
-    flags = parser.parse_args()
+    flags = parser.parse_args(words and [str(word) for word in words])
     torch.set_num_threads(1)
     popdist.init()
     mode = poptorch.DataLoaderMode[flags.loader]
@@ -142,6 +143,7 @@ def main():
         )  # an epoch may be at its end
     torch.save(training.result(), flags.folder / f"result-{popdist.getInstanceIndex()}.pt")
     popdist.synchronize()
+    return begun
 
 
 if __name__ == "__main__":
