@@ -1,23 +1,23 @@
 """The files of checkpoints, and when each instance writes them.
 
     call-120/                       complete: renamed when all files were in it and on the disk
-        manifest                    its own checksum, the run, and each file's size and checksum
-        instance-0.pt ...
+        manifest                    its own checksum, the run, and the names of the files
+        instance-0.pt ...           as torch.save writes it: a zip file, with a checksum of each of its records
     call-110.unreadable-3f2a/       a damaged checkpoint, or one of another format
     call-130.5f3a9c01.unfinished/   being written, by the run with this random id
-        instance-0.pt  instance-0.done  instance-1.pt  instance-2.failed ...
+        instance-0.pt  instance-1.part  instance-2.failed ...
 
-Each instance writes its file and then `done`, or `failed` with the reason. Instance 0 waits until all
-instances have done this, and then renames or removes the folder. So an instance that is killed can only lose
-the current checkpoint.
+Each instance writes its file under the name `part`, and renames it when it is on the disk, or writes the reason to
+`failed`. Instance 0 waits until all instances have done this, and then renames or removes the folder. So an instance
+that is killed can only lose the current checkpoint.
 """
 
-import io
 import json
 import os
 import secrets
 import shutil
 import time
+import zipfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -34,20 +34,19 @@ _FORMAT = 2
 def write_checkpoint(
     folder: Path, instance: int, instances: int, state: dict[str, Any], run: dict[str, Any], keep: int
 ) -> str:
-    """Write one instance's file of a checkpoint, then `done`, or after an error `failed` with the reason.
-    Instance 0 also waits for the others, and completes the checkpoint; if an instance failed, it removes it.
-    `state` is emptied, to free the copies meanwhile. Return the text of the first error; "" after success."""
-    path, failure = folder / f"instance-{instance}.pt", ""
+    """Write one instance's file of a checkpoint, or after an error `failed` with the reason. Instance 0 also waits for
+    the others, and completes the checkpoint; if an instance failed, it removes it. `state` is emptied, to free the
+    copies meanwhile. Return the text of the first error; "" after success."""
+    path, failure = folder / f"instance-{instance}.part", ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _ChecksumFile(io.FileIO(path, "wb")) as file:
+        with open(path, "wb") as file:
             try:
                 torch.save(state, file)
             except RuntimeError as of_torch:  # raised after the error of the disk
                 raise of_torch.__context__ or of_torch from None
-            written = [file.tell(), file.checksum]
         _flush_to_disk(path)
-        _write_text(path.with_suffix(".done"), json.dumps({path.name: written}))
+        path.rename(path.with_suffix(".pt"))
     except Exception as error:
         if isinstance(error, OSError):
             error = OSError(error.errno, error.strerror, str(folder.parent))
@@ -69,11 +68,10 @@ def write_checkpoint(
 def _complete_checkpoint(folder: Path, instances: int, run: dict[str, Any], keep: int) -> None:
     """Wait for the files of all instances, write the manifest, and rename the folder to its name. Remove all
     earlier checkpoints but the newest `keep - 1`, and unfinished checkpoints of other runs."""
-    manifest = {"format": _FORMAT, "run": run, "files": _await_checksums(folder, instances)}
+    manifest = {"format": _FORMAT, "run": run, "files": _await_files(folder, instances)}
     text = f"\n{json.dumps(manifest, indent=1)}\n"
-    _write_text(folder / _MANIFEST, f"{zlib.crc32(text.encode()):08x}{text}")
-    for path in folder.glob("*.done"):
-        path.unlink()
+    (folder / _MANIFEST).write_text(f"{zlib.crc32(text.encode()):08x}{text}")
+    _flush_to_disk(folder / _MANIFEST)
     _flush_to_disk(folder)
     name, run_id, _ = folder.name.split(".")
     complete = folder.with_name(name)
@@ -95,25 +93,24 @@ def set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(f"{checkpoint}.unreadable-{secrets.token_hex(2)}")
 
 
-def _await_checksums(folder: Path, instances: int) -> dict[str, Any]:
-    """Wait until all instances have written their files, and return [size in bytes, checksum] by file name.
+def _await_files(folder: Path, instances: int) -> list[str]:
+    """Wait until all instances have written their files, and return the files' names.
     Raises: RuntimeError, if an instance could not write its file, or has not done so in time"""
-    sums: dict[str, Any] = {}
+    names: list[str] = []
     failures: list[str] = []
     until = time.monotonic() + _PATIENCE
     for instance in range(instances):
-        done, failed = (folder / f"instance-{instance}.{how}" for how in ("done", "failed"))
+        done, failed = (folder / f"instance-{instance}.{how}" for how in ("pt", "failed"))
         while not done.exists() and not failed.exists():
             if time.monotonic() > until:
                 raise RuntimeError(f"instance {instance} has written nothing for {_PATIENCE} s")
             time.sleep(0.02)
         if failed.exists():
             failures.append(failed.read_text() or f"instance {instance} could not write to {folder}")
-        else:
-            sums |= json.loads(done.read_text())
+        names.append(done.name)
     if failures:
         raise RuntimeError("; ".join(failures))
-    return sums
+    return names
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
@@ -130,20 +127,28 @@ def call_number(checkpoint: Path) -> int:
 def find_damage(folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
     """Return a text for each damaged file. Each of n readers checks every n-th, reader 0 the manifest."""
     try:
-        sums = sorted(read_manifest(folder)["files"].items())
+        names = list(read_manifest(folder)["files"])
     except (OSError, ValueError) as error:
         return [f"{_MANIFEST}: {error}"] if reader == 0 else []
     return [
-        f"{name} is not what was written"
-        for name, expected in sums[reader::readers]
-        if not expected or _size_and_checksum(folder / name) != expected
+        f"{name} is not what was written" for name in names[reader::readers] if _is_damaged(folder / name)
     ]
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a file can't be read, or the checksum of one of its records differs."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        torch.load(path, weights_only=True, mmap=True)  # checks the headers
+        return damaged is not None
+    except Exception:  # damaged headers raise many kinds of errors
+        return True
 
 
 def read_checkpoint(folder: Path) -> list[dict[str, Any]]:
     """Return the contents of each instance's file."""
-    paths = [folder / f"instance-{i}.pt" for i in range(len(read_manifest(folder)["files"]))]
-    return [torch.load(path, weights_only=True) for path in paths]
+    return [torch.load(folder / name, weights_only=True) for name in read_manifest(folder)["files"]]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -157,34 +162,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"another version of Pando wrote it, in format {manifest['format']}; this version reads format {_FORMAT}"
         )
     return manifest
-
-
-class _ChecksumFile(io.BufferedWriter):
-    """A file that computes the CRC-32 of its contents while they are written, before a disk can damage them."""
-
-    checksum = 0
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
-
-
-def _size_and_checksum(path: Path) -> list[int]:
-    """Return [size in bytes, checksum] of a file; [] if it can't be read."""
-    size, total = 0, 0
-    with suppress(OSError), open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            size, total = size + len(part), zlib.crc32(part, total)
-        return [size, total]
-    return []
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a small file atomically: to a temporary file, which is then renamed."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    _flush_to_disk(temporary)
-    temporary.rename(path)
 
 
 def _flush_to_disk(path: Path) -> None:
