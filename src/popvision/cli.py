@@ -56,6 +56,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser("popvision", description=about)
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="popvision")
+    page: dict[str, Any] = {"type": Path, "metavar": "PAGE"}
     parsers = {}
     for name, (run, text) in _COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -67,20 +68,13 @@ def _make_parser() -> argparse.ArgumentParser:
             parsers[name].add_argument("report", type=Path, metavar="REPORT", **here)
     add = parsers["report"].add_argument
     add("--no-browser", action="store_true", help="only write the page")
-    add("--output", type=Path, metavar="PAGE", help="the page to write (REPORT/report.html)")
+    add("--output", **page, help="the page to write (REPORT/report.html)")
     add = parsers["compare"].add_argument
     add("other", type=Path, metavar="OTHER", help="the other run's folder")
-    add(
-        "--output",
-        type=Path,
-        metavar="PAGE",
-        default=Path("comparison.html"),
-        help="the page to write (comparison.html)",
-    )
+    add("--output", **page, default=Path("comparison.html"), help="the page to write (comparison.html)")
     add("--open", action="store_true", help="open the page in a browser")
-    parsers["export"].add_argument(
-        "trace", type=Path, metavar="TRACE", help="the file to write: JSON, compressed if it ends in .gz"
-    )
+    file = "the file to write: JSON, compressed if it ends in .gz"
+    parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help=file)
     add = parsers["plan"].add_argument
     parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
     machines = f"{', '.join(machine_names())}; or paths of TOML files"
@@ -89,15 +83,9 @@ def _make_parser() -> argparse.ArgumentParser:
     choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
     add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64 (the program's)")
     add("--accumulation", **choices, help="numbers of micro-batches to compare (the program's)")
-    add(
-        "--output", type=Path, metavar="PAGE", default=Path("plan.html"), help="the page to write (plan.html)"
-    )
-    add(
-        "program",
-        nargs=argparse.REMAINDER,
-        metavar="PROGRAM",
-        help="a Python program, then its own arguments",
-    )
+    add("--output", **page, default=Path("plan.html"), help="the page to write (plan.html)")
+    words = "a Python program, then its own arguments"
+    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help=words)
     return parser
 
 
