@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import quick_python
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(benchmark: str, *flags: str) -> str:
-    command = [sys.executable, BENCHMARKS / benchmark / "main.py", *flags]
+    command = [*quick_python.words(), BENCHMARKS / benchmark / "main.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "command: python" in done.stdout
@@ -27,7 +29,7 @@ def test_the_engines_overhead_is_measured():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_benchmark_of_gpus_says_that_there_is_none():
-    program = [sys.executable, BENCHMARKS / "gpu" / "main.py"]
+    program = [*quick_python.words(), BENCHMARKS / "gpu" / "main.py"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=True)
     assert re.search("finds no GPU: nothing is measured", done.stdout)
 

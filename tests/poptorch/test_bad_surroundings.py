@@ -1,13 +1,13 @@
 """Inputs and surroundings that no model can run with: an error names them, and nothing is spoilt."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
 from executor_models import Trained, batch, options, trainer
 
 import poptorch
+import quick_python
 
 X, TARGET = batch()
 
@@ -99,7 +99,7 @@ print("the parent goes on")
 def test_a_fork_of_the_process_gets_an_error():
     # It waited for ever, for threads that a fork has not got.
     folder = __file__.rpartition("/")[0]
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {folder!r}); exec({FORKS!r})"]
+    command = [*quick_python.words(), "-c", f"import sys; sys.path.insert(0, {folder!r}); exec({FORKS!r})"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout == "the parent goes on\n", done.stderr
 

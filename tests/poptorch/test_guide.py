@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import quick_python
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDE = [path for path in sorted((DOCS / "guide").glob("*.md")) if path.stem != "README"]
@@ -54,9 +56,14 @@ def printed(pattern, output):
     return re.fullmatch(".*".join(parts), output.strip(), re.DOTALL) is not None
 
 
-def run_in_shell(commands):
-    """Return what the commands print, with this Python's programs first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+@pytest.fixture(scope="session")
+def path(tmp_path_factory):
+    """The variable PATH, with this Python's programs first."""
+    return quick_python.put_on_path(tmp_path_factory.mktemp("bin"))
+
+
+def run_in_shell(commands, path):
+    """Return what the commands print."""
     environment = {**os.environ, "PATH": path}
     done = subprocess.run(
         ["bash", "-e"], input=commands, capture_output=True, text=True, env=environment, timeout=600
@@ -82,7 +89,7 @@ def same_threads_after():
 
 @pytest.mark.usefixtures("same_threads_after")
 @pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
-def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
+def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("guide")  # a real one, so that its classes can be pickled
     monkeypatch.setitem(sys.modules, "guide", module)
@@ -95,7 +102,7 @@ def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
             output = run_as_python(block, page, module)
             assert expected is None or printed(expected, output), f"line {block['line']}: {output}"
         elif expected is not None:
-            output = run_in_shell(block["code"])
+            output = run_in_shell(block["code"], path)
             assert printed(expected, output), f"line {block['line']}: {output}"
 
 

@@ -4,10 +4,10 @@ import logging
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
+import quick_python
 from poptorch import logs
 
 
@@ -77,7 +77,7 @@ def test_the_log_can_go_to_stdout_or_a_file(capsys, tmp_path):
 
 def test_an_unknown_level_in_the_environment_does_not_break_the_import():
     environment = {**os.environ, "POPTORCH_LOG_LEVEL": "LOUD", "POPTORCH_LOG_DEST": "stdout"}
-    command = [sys.executable, "-c", "import poptorch.logs as logs; print(logs.logger.level)"]
+    command = [*quick_python.words(), "-c", "import poptorch.logs as logs; print(logs.logger.level)"]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     assert "Unknown log level: LOUD" in output and output.endswith("30\n")
 
@@ -85,5 +85,5 @@ def test_an_unknown_level_in_the_environment_does_not_break_the_import():
 @pytest.mark.parametrize("configured", ["", "import logging; logging.basicConfig(level=logging.INFO); "])
 def test_a_line_appears_once_also_where_the_program_configures_logging(configured):
     code = f"{configured}import poptorch; poptorch.logger.warning('wibble')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*quick_python.words(), "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout + done.stderr).count("wibble") == 1

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import poptorch
+import quick_python
 from popengine.profile import load
 from popengine.run import recorder as recording
 from popengine.run.recorder import Recorder
@@ -318,7 +319,7 @@ def test_a_program_that_never_detaches_has_its_profile_when_it_ends(tmp_path):
     )
     wish = '{"autoReport.all":"true", "autoReport.directory":"report"}'
     environment = {**os.environ, "POPLAR_ENGINE_OPTIONS": wish}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
+    subprocess.run([*quick_python.words(), "-c", program], check=True, cwd=tmp_path, env=environment)
     assert load(tmp_path / "report" / "inference" / "profile.pop").facts["calls"] == 1
     assert (tmp_path / "report" / "report.html").exists()
 

@@ -5,7 +5,6 @@ import gc
 import io
 import pickle
 import subprocess
-import sys
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import poptorch
+import quick_python
 
 
 class Buffered(Trained):
@@ -325,7 +325,11 @@ def test_what_is_saved_loads_without_the_package():
         torch.save(value, file)
         lines.append(file.getvalue().hex())
     found = subprocess.run(
-        [sys.executable, "-c", LOADS], input=" ".join(lines), text=True, capture_output=True, check=False
+        [*quick_python.words(), "-c", LOADS],
+        input=" ".join(lines),
+        text=True,
+        capture_output=True,
+        check=False,
     )
     assert found.stdout.split() == ["Sequential", "Parameter", "OrderedDict", "list"], found.stderr
 

@@ -2,11 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 import poptorch
+import quick_python
 from poptorch.options.freeze_options import engine_settings, resolve_options
 
 
@@ -46,4 +46,4 @@ def test_the_first_piece_that_a_process_compiles_may_hold_any_operation():
         batch = torch.randn(1, 1, 6, 6)
         torch.testing.assert_close(executor(batch), model(batch))
     """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([*quick_python.words(), "-c", program], check=True)
