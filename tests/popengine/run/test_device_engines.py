@@ -12,7 +12,17 @@ from itertools import cycle, product
 import pytest
 import torch
 from engine_models import enter, graph_of, stages
-from small_engines import LAYOUTS, TYPES, assert_same, batch_for, engine_of, planned, rates, trained
+from small_engines import (
+    LAYOUTS,
+    TYPES,
+    assert_same,
+    batch_for,
+    engine_of,
+    planned,
+    rates,
+    trained,
+    trained_on_cpu,
+)
 from test_places import PARTS, made
 from torch import nn
 from torch.nn import functional
@@ -45,29 +55,35 @@ def on_devices(which, make=planned, **options):
 
 SPREAD = [name for name in LAYOUTS if name not in ("one ipu", "sharded state")]
 BY_TURNS = [*zip(SPREAD, cycle(PLACES), strict=False)]
-OTHERS = [
-    pytest.param(*pair, marks=pytest.mark.slow) for pair in product(SPREAD, PLACES) if pair not in BY_TURNS
-]
+ORDERED = [name for name in ORDERS if name not in ("1f1b", "sharded")]
+ORDERED_BY_TURNS = [*zip(ORDERED, cycle(["four", "two"]), strict=False)]
 
 
-@pytest.mark.parametrize(("name", "which"), [*BY_TURNS, *OTHERS])
+def others_slow(*sets, chosen):
+    """Chosen members of a product, and all others, which are slow."""
+    return [
+        *chosen,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in product(*sets) if one not in chosen),
+    ]
+
+
+@pytest.mark.parametrize(("name", "which"), others_slow(SPREAD, PLACES, chosen=BY_TURNS))
 def test_each_layout_has_the_bits_of_one_cpu(name, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(name), count=4):
         engines = on_devices(which, **LAYOUTS[name])
-        assert_same(trained(engines, calls=2), trained(engine_of(**LAYOUTS[name]), calls=2))
+        assert_same(trained(engines, calls=2), trained_on_cpu(**LAYOUTS[name]))
 
 
-@pytest.mark.parametrize("which", ["two", "four"])
-@pytest.mark.parametrize("order", [name for name in ORDERS if name not in ("1f1b", "sharded")])
+@pytest.mark.parametrize(("order", "which"), others_slow(ORDERED, ["two", "four"], chosen=ORDERED_BY_TURNS))
 def test_each_order_has_the_bits_of_one_cpu(order, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(order), count=4):
         engines = on_devices(which, order=order, dropout=0.5)
-        assert_same(trained(engines, calls=2), trained(engine_of(order=order, dropout=0.5), calls=2))
+        assert_same(trained(engines, calls=2), trained_on_cpu(order=order, dropout=0.5))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_devices_have_in_common_has_the_bits_of_one_cpu(part, monkeypatch):
-    options = {"parts": PARTS[part], "counts": (2, 8, 2)}
+    options = {"parts": PARTS[part]}
     with late_devices(monkeypatch, seed=len(part), count=4):
         engines = on_devices("four", made, **options)
         assert_same(trained(engines, calls=2), trained(Engine(*made(**options)), calls=2))
@@ -86,7 +102,7 @@ SHIFTED = {
 def on_shifted_devices(which, make=planned, **options):
     """An engine for each place and each replica whose devices differ."""
     ipus, count, replicas = SHIFTED[which]
-    iterations, accumulation, _ = options.pop("counts", (2, 8, 1))
+    iterations, accumulation, _ = options.pop("counts", (2, 5, 1))
     counts = {"ipus": ipus, "counts": (iterations, accumulation, replicas)}
     names = tuple(f"cuda:{number}" for number in range(count))
     where = {"places": tuple(Place(0, number) for number in range(count)), "devices": names, "spreads": True}
@@ -101,16 +117,17 @@ def test_each_replica_on_devices_of_its_own_has_the_bits_of_one_cpu(name, which,
         assert_same(trained(engines, calls=2), trained(Engine(*one), calls=2))
 
 
-def test_twenty_random_orders_of_the_queues_have_the_same_bits(monkeypatch):
-    expected = trained(engine_of(), calls=1)
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)])
+def test_random_orders_of_the_queues_have_the_same_bits(seeds, monkeypatch):
+    expected = trained_on_cpu(calls=1)
+    for seed in seeds:
         with late_devices(monkeypatch, seed=seed, count=4):
             assert_same(trained(on_devices("four"), calls=1), expected)
 
 
 @pytest.mark.parametrize("missing", ["event", "memory"])
 def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missing, monkeypatch):
-    expected, has_failed = trained(engine_of(), calls=1), False
+    expected, has_failed = trained_on_cpu(calls=1), False
     for seed in range(5):
         with late_devices(monkeypatch, seed=seed, count=4):
 
@@ -124,7 +141,9 @@ def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missin
 
             monkeypatch.setattr("popengine.run.devices.copy_after", copy)
             found = trained(on_devices("four"), calls=1)
-            has_failed |= any(not torch.equal(found[name], expected[name]) for name in found)
+            has_failed = any(not torch.equal(found[name], expected[name]) for name in found)
+        if has_failed:
+            break
     assert has_failed
 
 
@@ -150,17 +169,19 @@ class ReadsAWeightAfterTheLoss(nn.Module):
 
 
 def test_an_update_waits_until_other_devices_have_copied_the_weight(monkeypatch):
+    torch.manual_seed(0)
+    model = ReadsAWeightAfterTheLoss()
+    graph = graph_of(model)
+
     def made(**more):
-        torch.manual_seed(0)
-        model = ReadsAWeightAfterTheLoss()
         optimizer = Optimizer("sgd", {name: 0 for name, _ in model.named_parameters()}, TYPES["sgd"])
         settings = Settings(True, Counts(4, 4), stages(0, 1, 2, 3), optimizer=optimizer, **more)
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        return compile_graph(graph_of(model), settings), settings, TrainState(weights.copy)
+        return compile_graph(graph, settings), settings, TrainState(weights.copy)
 
     expected = trained(Engine(*made()), calls=1)
     where = {"places": tuple(Place(0, ipu) for ipu in range(4)), "devices": NAMES["four"], "device": "cuda"}
-    for seed in range(10):
+    for seed in range(5):
         with late_devices(monkeypatch, seed=seed, count=4):
             assert_same(trained(DeviceEngines(*made(**where)), calls=1), expected)
 
@@ -198,7 +219,7 @@ def test_an_error_on_one_device_ends_the_call_on_all_and_changes_nothing(monkeyp
         engines.train_state.move_to_host()
         assert_same({**engines.train_state.find_weights()}, before)
         found = trained(engines, calls=1)
-        assert_same(found, trained(engine_of(counts=(1, 8, 1)), calls=1))
+        assert_same(found, trained_on_cpu(calls=1, counts=(1, 8, 1)))
 
 
 def test_a_device_of_one_replica_that_fails_ends_the_call_on_all_and_loses_the_weights(monkeypatch):
@@ -284,7 +305,7 @@ def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(which, mon
     replicas = 1 if which == "two" else 2
     with late_devices(monkeypatch, count=4):
         make = on_devices if which == "two" else lambda *args, **more: on_shifted_devices(*args, **more)[0]
-        engines, interrupts = make(which, counts=(4, 8, 1)), [KeyboardInterrupt]
+        engines, interrupts = make(which, counts=(4, 5, 1)), [KeyboardInterrupt]
 
         def interrupted(runs, *limit):
             if limit and interrupts:
@@ -298,10 +319,10 @@ def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(which, mon
         engines.train_state.move_to_host()
         found = {key: value.clone() for key, value in engines.train_state.find_weights().items()}
         engines.close()
-        one = engine_of(counts=(4, 8, replicas))
-        rows = [value[: 16 * replicas * done] for value in batch_for(one)]
+        one = engine_of(counts=(4, 5, replicas))
+        rows = [value[: 10 * replicas * done] for value in batch_for(one)]
         one.close()
         if done:
-            one = engine_of(counts=(done, 8, replicas))
+            one = engine_of(counts=(done, 5, replicas))
             one.run(rows, rates("sgd"))
         assert_same(found, {**one.state.train_state.find_weights()})
