@@ -1,10 +1,6 @@
-"""One instance of a run with several: `python parity_instance.py <file>` leaves its weights there.
-
-Also imported by its test, which trains the same with all replicas in one process.
-"""
+"""One instance of a run with several. Its test trains the same with all replicas in one process."""
 
 import os
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +51,23 @@ def trained(
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def place() -> tuple[int, int]:
     popdist.init()
-    place = popdist.getNumInstances(), popdist.getInstanceIndex()
-    if sys.argv[2:] == ["second leaves early"]:
-        try:
-            trained(popdist.poptorch.Options(), *place, CALLS - place[1])
-            results = None
-        except poptorch.UnrecoverableError as error:
-            results = str(error)
-        torch.save(results, sys.argv[1])
-        os._exit(0)  # as one that is killed: nobody says goodbye
-    results = trained(popdist.poptorch.Options(), *place)
+    return popdist.getNumInstances(), popdist.getInstanceIndex()
+
+
+def in_one() -> tuple[list[list[float]], dict[str, list[float]]]:
+    """Losses and weights, as lists."""
+    losses, weights = trained(popdist.poptorch.Options(), *place())
     popdist.synchronize()
-    torch.save(results, sys.argv[1])
+    return [value.tolist() for value in losses], {name: value.tolist() for name, value in weights.items()}
+
+
+def until_the_second_leaves() -> str:
+    """What the first instance says when the second has ended after a call less, as if it were killed."""
+    instances, instance = place()
+    try:
+        trained(popdist.poptorch.Options(), instances, instance, CALLS - instance)
+    except poptorch.UnrecoverableError as error:
+        return str(error)
+    os._exit(0)

@@ -145,7 +145,7 @@ def test_many_failures_in_a_row_leave_no_trace():
 
 
 SLEEPER = """
-    import _thread, copy, os, signal, sys, threading, time, torch
+    import _thread, copy, os, signal, threading, time, torch
     from torch import nn
     import poptorch
 
@@ -171,50 +171,53 @@ SLEEPER = """
             y = self.c(self.b(self.a(x.clamp(-1, 1)))) + slow(x.abs().max()) * 0
             return poptorch.identity_loss(self.d(y), "mean")
 
-    calls, ipus = [], eval(sys.argv[1])
-    interrupt = {"signal": lambda: os.kill(os.getpid(), signal.SIGINT), "function": _thread.interrupt_main}[sys.argv[2]]
-    model = Slow()
-    options = poptorch.Options().deviceIterations(50).showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(8)
-    executor = poptorch.trainingModel(model, options)
-    x = torch.randn(400, 2)
-    executor(x)
-    twin = copy.deepcopy(model.state_dict())
-    try:
-        executor(x + 1000)
-        print("not interrupted")
-    except KeyboardInterrupt:
-        print("interrupted")
-    executor.copyWeightsToHost()
-    done = executor.finished_updates
-    print("early", 0 < done < 50)
-    calls.extend([x] * 20)  # no more interrupts
-    # The same updates, one a call.
-    other = Slow()
-    other.load_state_dict(twin)
-    options = poptorch.Options().showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(8)
-    again = poptorch.trainingModel(other, options)
-    for start in range(0, 8 * done, 8):
-        again((x + 1000)[start : start + 8].clone())
-    print("finished", all(torch.equal(v, other.state_dict()[n]) for n, v in model.state_dict().items()))
-    executor(x)
-    print("usable", executor.finished_updates == 50)
+    def check():
+        model = Slow()
+        options = poptorch.Options().deviceIterations(50).showCompilationProgressBar(False)
+        options.Training.gradientAccumulation(8)
+        executor = poptorch.trainingModel(model, options)
+        x = torch.randn(400, 2)
+        executor(x)
+        twin = copy.deepcopy(model.state_dict())
+        try:
+            executor(x + 1000)
+            print("not interrupted")
+        except KeyboardInterrupt:
+            print("interrupted")
+        executor.copyWeightsToHost()
+        done = executor.finished_updates
+        print("early", 0 < done < 50)
+        calls.extend([x] * 20)  # no more interrupts
+        # The same updates, one a call.
+        other = Slow()
+        other.load_state_dict(twin)
+        options = poptorch.Options().showCompilationProgressBar(False)
+        options.Training.gradientAccumulation(8)
+        again = poptorch.trainingModel(other, options)
+        for start in range(0, 8 * done, 8):
+            again((x + 1000)[start : start + 8].clone())
+        print("finished", all(torch.equal(v, other.state_dict()[n]) for n, v in model.state_dict().items()))
+        executor(x)
+        print("usable", executor.finished_updates == 50)
+
+    # Ctrl-C while one ipu computes; and as a debugger or a notebook interrupts four.
+    calls, ipus, interrupt = [], (0, 0, 0, 0), lambda: os.kill(os.getpid(), signal.SIGINT)
+    check()
+    calls, ipus, interrupt = [], (0, 1, 2, 3), _thread.interrupt_main
+    check()
 """
 
 
-@pytest.mark.parametrize(("ipus", "interrupt"), [("0, 0, 0, 0", "signal"), ("0, 1, 2, 3", "function")])
-def test_ctrl_c_ends_a_call_at_once_and_leaves_a_usable_executor(ipus, interrupt):
+def test_ctrl_c_ends_a_call_at_once_and_leaves_a_usable_executor():
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SLEEPER), ipus, interrupt],
+        [sys.executable, "-c", textwrap.dedent(SLEEPER)],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ,
     )
-    assert done.stdout.splitlines() == ["interrupted", "early True", "finished True", "usable True"], (
-        done.stderr
-    )
+    expected = ["interrupted", "early True", "finished True", "usable True"] * 2
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 def test_more_ipus_than_cores_take_turns():

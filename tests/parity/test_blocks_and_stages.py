@@ -330,6 +330,11 @@ def test_a_network_is_evaluated_twice_in_its_two_stages(model):
     expected = plain(model, sgd, updates=6)
     strategy = poptorch.PipelinedExecution("a", "b")
     assert _trained_as_marked(model, strategy).differs_from(expected) == []
+
+
+@pytest.mark.parametrize("model", [MODELS_TWICE[-1], Teaches, Penalizes], ids=lambda model: model.__name__)
+def test_two_stages_of_a_network_that_is_evaluated_twice_need_three_micro_batches(model):
+    strategy = poptorch.PipelinedExecution("a", "b")
     user = _model(model)
     own = poptorch.Options().showCompilationProgressBar(False).setExecutionStrategy(strategy)
     own.Training.gradientAccumulation(3)

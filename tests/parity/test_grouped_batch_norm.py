@@ -145,26 +145,37 @@ def test_gradients_are_those_of_syncbatchnorm():
     torch.testing.assert_close(model.norm.bias.detach(), -sums[0].detach().flatten())
 
 
-def test_all_layouts_of_a_process_give_the_same_bits():
-    def profiled(opts):
-        opts.enableProfiling()
+CHANGES = {
+    "none": None,
+    "recomputed": lambda opts: opts._Popart.set("autoRecomputation", 1),
+    "checked": lambda opts: opts.Precision.enableFloatingPointExceptions(True),
+}
+EACH_PAIR = [
+    ("none", 1, 3),
+    ("none", 2, 1),
+    ("recomputed", 1, 1),
+    ("recomputed", 2, 3),
+    ("checked", 1, 3),
+    ("checked", 2, 1),
+]
+OTHERS = [one for one in itertools.product(CHANGES, (1, 2), (1, 3)) if one not in EACH_PAIR]
 
-    def recomputed(opts):
-        opts._Popart.set("autoRecomputation", 1)
 
-    def checked(opts):
-        opts.Precision.enableFloatingPointExceptions(True)
+@pytest.fixture(scope="module")
+def in_groups_of_two():
+    return trained(grouped(2), replicas=4, dtype=torch.float32)
 
-    losses, state = trained(grouped(2), replicas=4, dtype=torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        for change, stages, count in itertools.product((None, recomputed, checked), (1, 2), (1, 3)):
-            torch.set_num_threads(count)
-            other, other_state = trained(grouped(2), 4, dtype=torch.float32, change=change, stages=stages)
-            assert torch.equal(losses, other), (change, stages, count)
-            assert [name for name in state if not torch.equal(state[name], other_state[name])] == []
-    finally:
-        torch.set_num_threads(threads)
+
+@pytest.mark.parametrize(
+    ("change", "stages", "threads"),
+    [*EACH_PAIR, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)],
+)
+def test_all_layouts_of_a_process_give_the_same_bits(in_groups_of_two, change, stages, threads):
+    losses, state = in_groups_of_two
+    torch.set_num_threads(threads)
+    found = trained(grouped(2), 4, dtype=torch.float32, change=CHANGES[change], stages=stages)
+    assert torch.equal(losses, found[0])
+    assert [name for name in state if not torch.equal(state[name], found[1][name])] == []
 
 
 def test_a_profile_has_the_time_of_pieces_that_wait(tmp_path, whole):

@@ -171,14 +171,14 @@ def test_arguments_are_found_for_nearly_all_operations_in_place_and_for_most_oth
 
 
 def cases() -> list[Any]:
-    """All operations; those that capture treats as six others, by their schema and tags, are slow."""
+    """All operations; those that capture treats as three others, by their schema and tags, are slow."""
     found, seen = [], collections.Counter()
     for operation in filter(is_reached, OPERATIONS):
         schema, tags = operation._schema, (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
         written = schema.arguments[0].is_write, str(schema.arguments[0].type), len(schema.returns)
         path = *written, *(tag in operation.tags for tag in tags)
         seen[path] += 1
-        marks = [pytest.mark.slow] if seen[path] > 6 else []
+        marks = [pytest.mark.slow] if seen[path] > 3 else []
         found.append(pytest.param(operation, marks=marks, id=str(operation)))
     return found
 
@@ -208,8 +208,16 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", LOSSES)
+def each_loss_and_reduction() -> Iterator[Any]:
+    """All pairs. Each loss has one reduction in turn; the others are slow."""
+    for (number, name), (turn, reduction) in itertools.product(
+        enumerate(LOSSES), enumerate(("mean", "sum", "none"))
+    ):
+        marks = [] if number % 3 == turn else [pytest.mark.slow]
+        yield pytest.param(name, reduction, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "reduction"), each_loss_and_reduction())
 def test_a_loss_beside_a_write_has_the_bits_of_plain_pytorch(name, reduction):
     """A graph with a write is replayed, and torch.func has formulas of its own for some operations."""
 
