@@ -127,7 +127,7 @@ def writes_and_reads():
                 yield pytest.param(write, read, *run, marks=marks)
 
 
-@pytest.mark.parametrize(("write", "read", "accumulation", "stages"), writes_and_reads())
+@pytest.mark.parametrize(("write", "read", "accumulation", "stages"), [*writes_and_reads()])
 def test_a_buffer_that_is_written_is_that_of_plain_pytorch(write, read, accumulation, stages):
     assert_trains_as_plain_pytorch(lambda: Writes(write, read), accumulation, stages)
 

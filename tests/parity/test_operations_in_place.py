@@ -217,7 +217,7 @@ def each_loss_and_reduction() -> Iterator[Any]:
         yield pytest.param(name, reduction, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "reduction"), each_loss_and_reduction())
+@pytest.mark.parametrize(("name", "reduction"), [*each_loss_and_reduction()])
 def test_a_loss_beside_a_write_has_the_bits_of_plain_pytorch(name, reduction):
     """A graph with a write is replayed, and torch.func has formulas of its own for some operations."""
 

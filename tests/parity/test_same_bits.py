@@ -41,13 +41,14 @@ def test_twenty_updates_of_a_model_without_blocks_equal_plain_pytorch(name):
     assert trained(MODELS[name], ADAM).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("layout", "name"), by_turns(LAYOUTS))
+@pytest.mark.parametrize(("layout", "name"), [*by_turns(LAYOUTS)])
 def test_twenty_updates_in_every_layout_equal_plain_pytorch(layout, name):
     assert trained(MODELS[name], ADAM, LAYOUTS[layout]()).differs_from(expected(MODELS[name], ADAM)) == []
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"), by_turns([name for name, order in ORDERS.items() if order.overlaps], first=1)
+    ("schedule", "name"),
+    [*by_turns([name for name, order in ORDERS.items() if order.overlaps], first=1)],
 )
 def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     """Two stages on each of two ipus; in the transformer the first and the last share a weight."""
@@ -57,7 +58,7 @@ def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     assert trained(MODELS[name], ADAM, strategy).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("rule", "name"), by_turns(["sgd with momentum", "adamw"], first=1))
+@pytest.mark.parametrize(("rule", "name"), [*by_turns(["sgd with momentum", "adamw"], first=1)])
 def test_each_optimizer_of_torch_updates_as_torch_does(rule, name):
     optimizer = SGD if rule == "sgd with momentum" else ADAMW
     layout = LAYOUTS["two stages"]()

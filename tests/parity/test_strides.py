@@ -36,7 +36,9 @@ def assert_a_step_has_the_bits_of_plain_pytorch(model, *inputs):
         assert torch.equal(one, two), name
 
 
-@pytest.mark.parametrize("size", range(10))
+@pytest.mark.parametrize(
+    "size", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 10))]
+)
 def test_a_gru_cell_has_the_bits_of_plain_pytorch_for_all_sizes(size):
     """It computes in place in parts of one buffer, whose rows are three times as long."""
     torch.manual_seed(size)
@@ -54,7 +56,7 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize("size", range(6))
+@pytest.mark.parametrize("size", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
 def test_a_gru_has_the_bits_of_plain_pytorch_for_all_sizes(size):
     torch.manual_seed(size)
     inputs, hidden, rows = (int(torch.randint(1, most, ())) for most in (20, 20, 6))
@@ -177,7 +179,7 @@ def each_model_and_change():
                 yield pytest.param(make, change, accumulation, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("make", "change", "accumulation"), each_model_and_change())
+@pytest.mark.parametrize(("make", "change", "accumulation"), [*each_model_and_change()])
 def test_an_input_of_any_strides_is_read_as_a_contiguous_copy(make, change, accumulation):
     class Squared(make):
         def forward(self, *given):

@@ -49,7 +49,7 @@ def each_case():
             yield pytest.param(case, library, marks=marks, id=f"{case}-{library.__name__}")
 
 
-@pytest.mark.parametrize(("case", "library"), each_case())
+@pytest.mark.parametrize(("case", "library"), [*each_case()])
 def test_an_optimizer_that_torch_has_trains_to_torchs_bits(case, library):
     name, rates = TORCH[case]
     expected = plain(partial(getattr(torch.optim, name), **rates))

@@ -130,7 +130,7 @@ def each_packed_sequence():
                 yield pytest.param(lengths, layer, batch_first, marks=marks)
 
 
-@pytest.mark.parametrize(("lengths", "layer", "batch_first"), each_packed_sequence())
+@pytest.mark.parametrize(("lengths", "layer", "batch_first"), [*each_packed_sequence()])
 def test_packed_sequences_with_constant_lengths_train(lengths, layer, batch_first):
     class Packs(nn.Module):
         def __init__(self):

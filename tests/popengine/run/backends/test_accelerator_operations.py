@@ -102,7 +102,7 @@ def in_training_and_inference():
         yield pytest.param(model, False, id=f"{model[0]}, inference", marks=marks)
 
 
-@pytest.mark.parametrize(("model", "training"), in_training_and_inference())
+@pytest.mark.parametrize(("model", "training"), [*in_training_and_inference()])
 def test_a_captured_model_runs_on_a_gpu(model, training):
     name, module, *samples = model
     graph, parts = pieces_of(module, samples, training)
