@@ -82,7 +82,6 @@ def micro_batch_count(options: poptorch.Options, training: bool) -> int:
 
 
 def _combined_loader(loader: DataLoader[Any], options: poptorch.Options) -> poptorch.DataLoader:
-    """Return a poptorch.DataLoader with a torch loader's dataset, batch size, workers and order of rows."""
     arguments: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     arguments["multiprocessing_context"] = loader.multiprocessing_context
     is_iterable = isinstance(loader.dataset, IterableDataset)

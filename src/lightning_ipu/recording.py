@@ -160,8 +160,6 @@ class Recording:
         return next((path for path, metric in self._metrics.items() if metric is value), None)
 
     def _recording_method(self, path: str, method: str) -> Callable[..., Any]:
-        """Return a function that records calls of a metric's method, "forward" or "update", in its place."""
-
         def noted(*args: Any, **kwargs: Any) -> Any:
             call = next(self._calls)
             note(("metric", path, method, call), (args, kwargs))

@@ -132,12 +132,10 @@ class StrategyPart:
                 )
 
     def _make_inference_executor(self) -> poptorch.PoplarExecutor:
-        """Return an executor for validation, test or prediction; batches may have different shapes."""
         options = with_report(self, self.inference_opts).clone().allowNewShapes()
         return poptorch.inferenceModel(self.model, options)
 
     def _release_executors(self) -> None:
-        """Destroy the executors, and undo what `setup` has replaced."""
         self._save_random_state()
         for executor in self.poptorch_models.values():
             executor.destroy()
@@ -338,5 +336,4 @@ def _reduce_value(value: Any, options: dict[str, Any], reduce_over_instances: Ca
 
 
 def _select_row(value: Any, index: int) -> Any:
-    """Return a value in which each tensor is replaced by a copy of its row `index`."""
     return with_tensors(value, iter([tensor[index].clone() for tensor in tensors_of(value)]))

@@ -142,7 +142,6 @@ def measure_times(found: Executable, hyper: Hyper | None, planned: Profile) -> d
 
 
 def _calls_user_code(graph: Graph) -> bool:
-    """Return whether a graph calls functions that are no aten or prims operations, such as the user's."""
     called = {node.target for node in graph.code.nodes if node.op == "call_function"} - {operator.getitem}
     return not all(isinstance(t, OpOverload) and t.namespace in ("aten", "prims") for t in called)
 

@@ -99,7 +99,6 @@ class Reporter:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
     def _make_profile(self, engine: Engine | DeviceEngines, executable: Executable) -> profile.Profile:
-        """Return the profile of the plan, with the times recorded so far."""
         recorder, options, settings = self.recorder, self.options, engine.settings
         detail = recorder.detail
         found = describe(engine.plan, settings, executable.graph)
@@ -196,7 +195,6 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
 
 
 def _save_on_sigterm(number: int, frame: Any) -> None:
-    """Handle SIGTERM: save all profiles, and end the process by the signal."""
     signal.signal(number, signal.SIG_DFL)
     try:
         for reporter in list(_live_reporters):
@@ -223,7 +221,6 @@ def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | Non
 
 
 def _changed_options(options: Options, training: bool) -> list[profile.Option]:
-    """Return the name, value and default of each option whose value differs from its default, as text."""
     mine, default = _option_texts(options), _option_texts(resolve_options(Options(), training))
     return [
         profile.Option(name, mine.get(name, "not set"), default.get(name, "not set"))
@@ -233,7 +230,6 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 
 
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """Return an optimizer's rule, size and clipping as text; "none" for None."""
     if optimizer is None:
         return "none"
     many = counted(len(optimizer.group_of), "parameter")
@@ -245,7 +241,6 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 
 
 def _option_texts(options: Options) -> dict[str, str]:
-    """Return the value of each option as text, by the option's name, also of `Jit` and `Precision`."""
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     found = {name: str(value) for part in parts for name, value in part.items()}
     return {**found, "execution_strategy": type(options._execution_strategy).__name__}

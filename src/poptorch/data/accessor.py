@@ -269,7 +269,6 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
 
 
 def _describe_worker_exit(process: BaseProcess) -> str:
-    """Return the cause of a worker's end, and a fix, as text."""
     process.join(_END_TIMEOUT)
     code = process.exitcode
     if code is None or code >= 0:

@@ -198,7 +198,6 @@ def _loader_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _generator_states(loader: Any) -> LoaderState:
-    """Return the states of all random generators on which a loader's rows depend."""
     return {
         "random": random_state(),
         "own": [generator.get_state() for generator in _loader_generators(loader)],

@@ -141,8 +141,6 @@ def has_host_calls(plan: Plan) -> bool:
 
 
 class _HostAutogradFunction(torch.autograd.Function):
-    """The autograd function of a HostFunction: a HostCall in forward, and another in backward."""
-
     @staticmethod
     def forward(ctx: Any, op: HostFunction, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.op = op

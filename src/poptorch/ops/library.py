@@ -48,8 +48,6 @@ def register_mark(
 
 
 class _GradientRule(torch.autograd.Function):
-    """The autograd function of `with_gradient`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, compute: Any, compute_gradient: Any) -> Any:
         ctx.compute_gradient = compute_gradient

@@ -78,8 +78,6 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class _Moments(Optimizer):
-    """Base class of optimizers with two moments, each in float16 or float32."""
-
     first_order_momentum_accum_type: torch.dtype = torch.float32
     second_order_momentum_accum_type: torch.dtype = torch.float32
 

@@ -90,7 +90,6 @@ class OptionsDict:
         self._freeze(False)
 
     def _parts(self) -> list[OptionsDict]:
-        """Return the option objects in the fields, such as `options.Training`."""
         return [field for field in vars(self).values() if isinstance(field, OptionsDict)]
 
     @property

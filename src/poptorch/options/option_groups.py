@@ -319,7 +319,6 @@ class ReportingOptions(OptionsDict):
         return self
 
     def _profile_directory(self, training: bool) -> Path | None:
-        """Return the folder of the executor's profile; None if profiles are off."""
         engine = {**_engine_options_of_environment(), **self._popart("engineOptions")}
         if str(engine.get("autoReport.all", "")).lower() != "true":
             return None

@@ -96,6 +96,5 @@ class Popart(OptionsDict):
 
 
 def _has_no_effect(name: str) -> bool:
-    """Return whether a setting is known, and has no effect."""
     known = _NO_EFFECT.split()
     return name in known or name.startswith(tuple(prefix for prefix in known if prefix.endswith(".")))
