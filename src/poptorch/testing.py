@@ -18,6 +18,7 @@ from .compiling.losses import loss_field
 from .enums import OutputMode
 from .executor.wrapping import arguments_of, trainingModel
 from .nested_values import spec_of, tensors_of, with_tensors
+from .ops.grouped_norm import sum_as_tree
 from .options import Options
 
 __all__ = ["Comparison", "allclose", "compare"]
@@ -170,12 +171,10 @@ def _update_plain(
             loss.backward()
             losses[turn, replica] = loss.detach()
         sums.append([parameter.grad for parameter in parameters])
-    while len(sums) > 1:
-        pairs = zip(sums[::2], sums[1::2], strict=False)
-        added = [[a if a is None else a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
-        sums = added + sums[len(sums) // 2 * 2 :]
-    for parameter, total in zip(parameters, sums[0], strict=True):
-        parameter.grad = total if total is None else total / (counts.accumulation * counts.replicas)
+    for parameter, *of_replicas in zip(parameters, *sums, strict=True):
+        if of_replicas[0] is not None:
+            total = sum_as_tree(torch.stack(of_replicas))
+            parameter.grad = total / (counts.accumulation * counts.replicas)
     optimizer.step()
     return loss_index, torch.stack([losses[turn] for turn in sorted(losses)])
 
@@ -183,7 +182,6 @@ def _update_plain(
 def _update_by_function(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, update: Callable[..., Any]
 ) -> Tensor:
-    """Update a model in place by the user's function, and return its loss."""
     optimizer.zero_grad(set_to_none=True)
     return torch.as_tensor(update(model, optimizer, batch)).detach().clone()
 
@@ -197,11 +195,8 @@ def _update_by_executor(
 ) -> tuple[str, Tensor]:
     """Update a model in place by an executor, once for each batch; return its plan's title, and all losses. The
     gradients of the last update, left in `.grad`, are the momenta of SGD after an update of a copy of the model."""
-    executor, losses, other = (
-        trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer),
-        [],
-        model,
-    )
+    executor = trainingModel(model, options.clone().outputMode(OutputMode.All), optimizer)
+    losses, other = [], model
     for batch in batches:
         other = copy.deepcopy(model)
         args, kwargs = arguments_of(batch)

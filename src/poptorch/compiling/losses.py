@@ -41,7 +41,6 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
         chosen, origin = field, f'the output "loss" of forward, {capture.forward_line}'
     else:
         chosen = _find_output_to_train(returned, capture)
-        _warn_of_untrained_scalars(returned, chosen, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
 
@@ -73,23 +72,26 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
     2. the only output, if it is a scalar computed from all losses, and there is at most one loss
     3. with exactly one loss: the only scalar among the outputs that is computed from that loss
 
+    With exactly one loss, log a warning if another scalar could be meant, since the trained one isn't computed from it.
+
     Raises: CaptureError, if several scalars are computed from the only loss
     """
-    recorder = capture.recorder
-    final = capture.final_losses()
-    scalars = [value for value in tensors_of(returned) if _is_loss_candidate(value)]
-    if any(recorder.node_of(value) in final for value in scalars):
-        return None  # PopTorch's rule, which refuses several
+    recorder, final = capture.recorder, capture.final_losses()
+    scalars = {recorder.node_of(v): v for v in tensors_of(returned) if _is_loss_candidate(v)}
+    is_returned = any(
+        node in final for node in scalars
+    )  # then PopTorch's rule applies, which refuses several
     is_tuple = isinstance(returned, tuple | list)
     first = next(iter(returned), None) if is_tuple else returned
-    if isinstance(first, Tensor) and _is_loss_candidate(first) and (is_tuple or len(final) < 2):
+    may_be_first = not is_returned and (is_tuple or len(final) < 2)
+    if may_be_first and isinstance(first, Tensor) and _is_loss_candidate(first):
         sources = sources_of([recorder.node_of(first)])
         if all(node in sources for node in final):
             return first
     if len(final) != 1:
         return None
-    (loss,) = final
-    derived = [value for value in scalars if loss in sources_of([recorder.node_of(value)])]
+    ((loss, (_, where)),) = final.items()
+    derived = [] if is_returned else [node for node in scalars if loss in sources_of([node])]
     if len(derived) > 1:
         raise CaptureError(
             f"forward returns {len(derived)} scalars that are computed from the loss, but not the loss\n"
@@ -98,32 +100,19 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
             "  fix: name it: trainingModel(model, options, optimizer, loss=<its key or place>); or mark it with"
             ' poptorch.identity_loss(x, reduction="none")'
         )
-    return derived[0] if derived else None
-
-
-def _warn_of_untrained_scalars(returned: Any, chosen: Tensor | None, capture: Capture) -> None:
-    """Log a warning if the only loss (or `chosen`, computed from it) is trained, and forward returns another scalar
-    that could be meant, since the trained one isn't computed from it."""
-    recorder, final = capture.recorder, capture.final_losses()
-    scalars = [recorder.node_of(value) for value in tensors_of(returned) if _is_loss_candidate(value)]
-    is_first = isinstance(returned, tuple | list) and chosen is next(iter(returned), None)
-    if len(final) != 1 or not scalars or is_first:
-        return
-    ((loss, (_, where)),) = final.items()
-    terms = sources_of([loss] if chosen is None else [recorder.node_of(chosen)])
-    for scalar in scalars:
-        if scalar not in terms:
-            what = f"the scalar of {scalar.meta['where']}, which is"
-            if loss in sources_of([scalar]):
-                what = "a scalar computed from it, whose other terms are"
-            logger.warning(
-                "forward returns the loss of %s, which is trained, and %s not trained\n"
-                "  fix: name the scalar to train: trainingModel(model, options, optimizer, loss=<its key or place>); or"
-                ' return it as "loss", or without the other one',
-                where,
-                what,
-            )
-            return
+    terms = sources_of(derived or [loss])
+    if others := [node for node in scalars if node not in terms]:
+        what = f"the scalar of {others[0].meta['where']}, which is"
+        if loss in sources_of(others[:1]):
+            what = "a scalar computed from it, whose other terms are"
+        logger.warning(
+            "forward returns the loss of %s, which is trained, and %s not trained\n"
+            "  fix: name the scalar to train: trainingModel(model, options, optimizer, loss=<its key or place>); or"
+            ' return it as "loss", or without the other one',
+            where,
+            what,
+        )
+    return scalars[derived[0]] if derived else None
 
 
 def _is_loss_candidate(value: Tensor) -> bool:

@@ -45,8 +45,6 @@ def replace_untraceable_functions() -> Iterator[None]:
 
 
 class _ReplacementMode(TorchFunctionMode):
-    """A mode that calls a replacement of each torch function in `_REPLACEMENTS`."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_known = func.__hash__ is not None and func in _REPLACEMENTS
         return (_REPLACEMENTS[func] if is_known else func)(*args, **(kwargs or {}))
@@ -75,10 +73,6 @@ def _mark_as_loss(loss: Tensor) -> Tensor:
     assert capture is not None
     capture.mark_loss(loss)
     return loss
-
-
-def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
-    return _mark_as_loss(ctc_loss(*args, **kwargs)[0])
 
 
 def _gaussian_nll_loss(
@@ -123,7 +117,6 @@ def _value_of(tensor: Tensor) -> Tensor | None:
 
 
 def _format_value(tensor: Tensor, spec: str) -> str:
-    """Return a tensor as text, formatted by `spec` if the tensor has values."""
     value = _value_of(tensor)
     if value is None:
         return _format_tensor(tensor)
@@ -209,17 +202,10 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     )
 
 
-_PRODUCTS: Any = (
-    torch.sparse.mm,
-    torch.spmm,
-    torch.mm,
-    torch.matmul,
-    Tensor.mm,
-    Tensor.matmul,
-    Tensor.__matmul__,
-)
+_PRODUCTS: Any = torch.sparse.mm, torch.spmm, torch.mm, torch.matmul
+_PRODUCTS += Tensor.mm, Tensor.matmul, Tensor.__matmul__
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    functional.ctc_loss: _ctc_loss,
+    functional.ctc_loss: lambda *args, **kwargs: _mark_as_loss(ctc_loss(*args, **kwargs)[0]),
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__repr__: _format_tensor,
     Tensor.__format__: _format_value,
