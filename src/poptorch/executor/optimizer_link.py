@@ -20,12 +20,11 @@ from ..optim import Optimizer as PoptorchOptimizer
 from ..optim.freeze_optimizer import (
     Snapshot,
     check_changes,
-    refuse_step_hooks,
     supported_optimizers,
     take_snapshot,
     unexpected_names,
 )
-from ..optim.optimizer_base import check_torch_state, parameters_of, rates_of
+from ..optim.optimizer_base import check_torch_state, parameters_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
 
@@ -63,7 +62,6 @@ class OptimizerLink:
         self.optimizer: Any = None
         self.snapshot: Snapshot | None = None
         self._seen, self._step_hooks = Seen([], 0, []), list[Mapping[int, Any]]()
-        self._first_names = frozenset[str]()  # of the model's parameters before the compilation
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._is_connected = False  # whether an engine updates the optimizer's state
         self._hooks: list[Any] = []  # of the optimizer
@@ -96,20 +94,14 @@ class OptimizerLink:
         # Rates of a checkpoint replace constants.
         is_loaded = seen.loads != (self._seen.loads if optimizer is self.optimizer else 0)
         if compiled and before is not None:
-            check_changes(before, optimizer, None if is_loaded else now.hyper)
-            now = now if is_loaded else replace(before, hyper=now.hyper)
+            check_changes(before, now, with_rates=not is_loaded)
+            now = now if is_loaded else replace(now, frozen=before.frozen, constants=before.constants)
         elif before is None or now.label != before.label:
             self._known = {}
         self._report_names(optimizer, now)
-        if not compiled:
-            parameters = dict(self._model.traced.named_parameters())
-            self._first_names = frozenset(parameters)
-            trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-            if lost := [name for name in trained if name not in now.frozen.group_of]:
-                logger.warning("parameters in no group of the optimizer are not updated: %s", ", ".join(lost))
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
-            states = _states_of(optimizer)
+            states = [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
             check_torch_state(now.frozen.kind, optimizer, {"state": dict(enumerate(states))})
             # A state of another rule is of no use.
             is_new = before is not None and now.frozen.kind == before.frozen.kind and not any(states)
@@ -121,9 +113,9 @@ class OptimizerLink:
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
         if self.snapshot is not None:
-            now = self._snapshot_of(self.optimizer)
+            now, before = self._snapshot_of(self.optimizer), self.snapshot
             self._report_names(self.optimizer, now)
-            self.snapshot = replace(now, hyper=self.snapshot.hyper)
+            self.snapshot = replace(now, hyper=before.hyper, rates=before.rates)
             self._name_parameters()
 
     def _snapshot_of(self, optimizer: Any) -> Snapshot:
@@ -149,24 +141,22 @@ class OptimizerLink:
             )
 
     def follow_parameters(self) -> tuple[tuple[str, int], ...]:
-        """Take over the places of parameters in the model. Return `Run.group_of`."""
+        """Take over the places of parameters in the model. Return `Run.group_of`. Warn, once of each, of parameters
+        that the optimizer does not hold."""
         self._name_parameters()
-        names = self._model.parameter_names()
         groups = enumerate(self.optimizer.param_groups)
         held = {id(parameter): index for index, group in groups for parameter in group["params"]}
-        now = {name: held[key] for key, name in names.items() if key in held}
-        gone = {name for name, parameter in self._parameters.items() if id(parameter) not in names}
-        is_new = {name for name in names.values() if name in gone or name not in self._first_names}
-        replaced = [name for name in names.values() if name in is_new and name not in now]
-        if replaced and "replaced" not in self._warned:
-            self._warned.add("replaced")
+        parameters = dict(self._model.traced.named_parameters())
+        others = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+        if new := [name for name in others if name not in self._warned]:
+            self._warned.update(new)
             logger.warning(
-                "%s was replaced by another Parameter, which the optimizer does not hold: it is not updated\n"
+                "the optimizer does not hold these parameters of the model, so they are not updated: %s\n"
                 "  fix: executor.setOptimizer(...) with a new optimizer of model.parameters(); or"
-                " optimizer.add_param_group({'params': [the new one]})",
-                listed(replaced),
+                " optimizer.add_param_group({'params': [...]})",
+                listed(new),
             )
-        return tuple(now.items())
+        return tuple((name, held[id(p)]) for name, p in parameters.items() if id(p) in held)
 
     def _replace_optimizer(self, optimizer: Any, continues: bool) -> None:
         """Set the optimizer. If it `continues`, move the previous optimizer's state to it, and leave copies."""
@@ -256,21 +246,18 @@ class OptimizerLink:
         seen = Seen.of(self.optimizer, before.frozen.kind, self._step_hooks)
         if seen == self._seen:
             return seen.members
-        if before.frozen.kind != OWN_STEP:
-            refuse_step_hooks(self.optimizer)
         if (seen.members, seen.loads) != (self._seen.members, self._seen.loads):
             self.set_optimizer(self.optimizer)
             return seen.members
-        check_changes(before, self.optimizer)
-        now, used = rates_of(before.frozen.kind, self.optimizer), before.hyper
-        if now != used and "rates" not in self._warned:
-            self._warned.add("rates")
-            scalings = {"loss_scaling": now.loss_scaling}, {"loss_scaling": used.loss_scaling}
+        now = self._snapshot_of(self.optimizer)
+        check_changes(before, now, with_rates=False)
+        if now.rates != before.rates and "changed rates" not in self._warned:
+            self._warned.add("changed rates")
             changes = [
-                f"{name} is {value}, and was {earlier.get(name)}"
-                for group, earlier in (scalings, *zip(now.groups, used.groups, strict=True))
-                for name, value in group.items()
-                if earlier.get(name) != value
+                f"{name} is {value}, and was {earlier}"
+                for name, values in now.rates.items()
+                for value, earlier in zip(values, before.rates.get(name, values), strict=False)
+                if value != earlier
             ]
             logger.warning(
                 "the optimizer's rates changed after setOptimizer, and calls use those from before: %s\n"
@@ -292,11 +279,6 @@ def default_optimizer(model: nn.Module) -> SGD:
             "  fix: wrap an nn.Module that has the layers as attributes (nn.ModuleList, nn.ModuleDict)"
         )
     return SGD(parameters, lr=0.01)
-
-
-def _states_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the state of each parameter of an optimizer, in the order of the groups; {} for none."""
-    return [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
 
 
 def _gather_state(

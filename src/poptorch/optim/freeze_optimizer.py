@@ -37,32 +37,28 @@ def freeze_optimizer(
     """Return an optimizer's compiled-in values and rates. `names`: id(parameter) -> name, of the whole model; "" for
     parameters of the optimizer that the program has replaced in the model."""
     kind = optimizer_kind(optimizer)
-    hyper = rates_of(kind, optimizer)
+    hyper, rule = rates_of(kind, optimizer), RULES[kind]
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError(
             "Only non-amsgrad Adam/AdamW optimizers are supported.\n  fix: leave out amsgrad=True"
         )
-    return _frozen_values(optimizer, kind, _group_indices(optimizer, names)), hyper
-
-
-def _frozen_values(optimizer: Any, kind: str, group_of: dict[str, int]) -> settings.Optimizer:
-    """Return the values of an optimizer that are compiled in."""
-    rule = RULES[kind]
     flags = _flag_values(optimizer, rule)
-    return settings.Optimizer(
+    momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
+    has_momentum = any(momenta) or not _is_constant_rate(optimizer, "momentum", momenta)
+    frozen = settings.Optimizer(
         kind=kind,
-        group_of=group_of,
+        group_of=_group_indices(optimizer, names),
         state_types={
             state.name: getattr(optimizer, state.dtype, torch.float32)
             for state in rule.states
-            if state.dtype
-            and (_may_have_momentum(optimizer) if state.when == "momentum" else flags.get(state.when, True))
+            if state.dtype and (has_momentum if state.when == "momentum" else flags.get(state.when, True))
         },
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
         max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
         max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
         flags=flags,
     )
+    return frozen, hyper
 
 
 def supported_optimizers() -> str:
@@ -170,15 +166,7 @@ def _clipping_bound(optimizer: torch.optim.Optimizer, name: str) -> float:
     return bound
 
 
-def _may_have_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the momentum of any group is not zero, or may change after compilation."""
-    marks = getattr(optimizer, "variable_attrs", None)
-    may_change = marks is not None and not marks.isConstant("momentum")
-    return may_change or any(group["momentum"] for group in optimizer.param_groups)
-
-
 def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, int]:
-    """Return the index of each parameter's group, by canonical name."""
     group_of, unknown = {}, []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -202,13 +190,14 @@ def _group_indices(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> d
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An optimizer as an executor takes it over: `frozen` is compiled in, `hyper` are the rates of calls, and of these
-    `constants` may not change after compilation (by name, each group's value)."""
+    """An optimizer as an executor takes it over: `frozen` is compiled in, `hyper` are the rates of calls. `rates` are
+    each group's by name, of which `constants` may not change after compilation."""
 
     label: str  # name in messages
     frozen: settings.Optimizer
     hyper: settings.Hyper
-    constants: Mapping[str, list[float]]
+    rates: Mapping[str, list[float]]
+    constants: frozenset[str]
 
 
 def take_snapshot(
@@ -219,48 +208,45 @@ def take_snapshot(
     frozen, hyper = freeze_optimizer(optimizer, names)
     if frozen.kind != OWN_STEP:
         refuse_step_hooks(optimizer)
-    rates = _rates_by_name(optimizer, hyper)
-    constants = {name: values for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
-    if automatic_loss_scaling:
-        constants.pop("loss_scaling", None)
-    return Snapshot(name_in_messages(optimizer, frozen), frozen, hyper, constants)
-
-
-def check_changes(
-    before: Snapshot, optimizer: torch.optim.Optimizer, hyper: settings.Hyper | None = None
-) -> None:
-    """Raise Error if a value of an optimizer that is compiled in, or with `hyper` a constant rate, is not that of
-    `before`."""
-    frozen = _frozen_values(optimizer, optimizer_kind(optimizer), before.frozen.group_of)
-    if frozen == before.frozen and hyper is None:
-        return
+    rates = {"loss_scaling": [hyper.loss_scaling]}
+    for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
+        for name, value in group.items():
+            rates.setdefault("betas" if name.startswith("beta") else name, []).append(value)
+        if "velocity_scaling" in given:
+            rates.setdefault("velocity_scaling", []).append(given["velocity_scaling"])
+    may_change = (
+        {"fused", "loss_scaling"} if automatic_loss_scaling else {"fused"}
+    )  # "fused" chooses the kernel
+    constants = {name for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
     label = name_in_messages(optimizer, frozen)
-    if label != before.label:
+    return Snapshot(label, frozen, hyper, rates, frozenset(constants - may_change))
+
+
+def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
+    """Raise Error if a value that is compiled in, or `with_rates` a constant rate, is not that of `before`."""
+    if now.label != before.label:
         raise Error(
             f"the optimizer's type can't change once the model is compiled: it was {before.label}, this one is "
-            f"{label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
+            f"{now.label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
         )
     was = before.frozen.accumulator_type
-    if frozen.accumulator_type == torch.float16 != was and label != "SGD1":
+    if now.frozen.accumulator_type == torch.float16 != was and now.label != "SGD1":
         raise ValueError(
             "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
             f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with {was}.\n"
             "  fix: set this optimizer before the first call, or call destroy() on the model first"
         )
-    values, rates = _compared_values(frozen), {} if hyper is None else _rates_by_name(optimizer, hyper)
-    compared = [
-        (what, value, values.get(what, value)) for what, value in _compared_values(before.frozen).items()
-    ]
-    for name, constants in before.constants.items() if rates else ():
-        found = rates.get(name, constants)
-        if any(one != other for one, other in zip(constants, found, strict=False)):  # groups may be added
-            compared.append((f"modified constant attribute {name!r}", constants, found))
-    changes = [
-        f"  {what}: it was {one}, now it is {other}\n" for what, one, other in compared if one != other
-    ]
+    values, changes = _compared_values(now.frozen), []
+    for what, value in _compared_values(before.frozen).items():
+        if values.get(what, value) != value:
+            changes.append(f"  {what}: it was {value}, now it is {values[what]}\n")
+    for name, rates in before.rates.items() if with_rates else ():
+        found = now.rates.get(name, []) if name in before.constants else []
+        if any(one != other for one, other in zip(rates, found, strict=False)):  # groups may be added
+            changes.append(f"  modified constant attribute {name!r}: it was {rates}, now it is {found}\n")
     if changes:
         raise Error(
-            f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
+            f"the {now.label} optimizer changes what is compiled in:\n{''.join(changes)}"
             "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
             " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
             " model is compiled"
@@ -298,18 +284,6 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
                 "  fix: remove the hook with its handle; call the function after the executor's call, with one device"
                 " iteration a call for one update each"
             )
-
-
-def _rates_by_name(optimizer: torch.optim.Optimizer, hyper: settings.Hyper) -> dict[str, list[float]]:
-    """Return the loss scaling and, by key of the parameter groups, the values of each rate in all groups."""
-    rates = {"loss_scaling": [hyper.loss_scaling]}
-    for group, given in zip(hyper.groups, optimizer.param_groups, strict=True):
-        for name, value in group.items():
-            rates.setdefault("betas" if name.startswith("beta") else name, []).append(value)
-        if "velocity_scaling" in given:
-            rates.setdefault("velocity_scaling", []).append(given["velocity_scaling"])
-    rates.pop("fused", None)  # it chooses the kernel of each call
-    return rates
 
 
 def _is_constant_rate(optimizer: torch.optim.Optimizer, name: str, values: list[float]) -> bool:

@@ -103,7 +103,8 @@ def test_a_parameter_that_replaces_another_trains_with_an_optimizer_that_holds_i
         assert executor(X).item() == 20
     assert torch.equal(model.a.weight, torch.full((2, 2), 5.0))
     (message,) = caplog.messages
-    assert message.startswith("a.weight was replaced by another Parameter, which the optimizer does not hold")
+    assert message.startswith("the optimizer does not hold these parameters of the model")
+    assert "so they are not updated: a.weight\n" in message
     assert "fix: executor.setOptimizer" in message
     executor.setOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     assert executor(X).item() == 20
