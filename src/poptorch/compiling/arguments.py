@@ -33,8 +33,13 @@ _MOST_WORDS = 12  # arguments that a message describes
 class InputKind(NamedTuple):
     """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
 
-    specs: tuple[tuple[str, Spec], ...]  # by argument
+    specs: tuple[tuple[str, Spec], ...]  # by argument; paths in **kwargs begin with the keyword
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the path of each tensor: `x`, `b[0]`, `x["k"]`."""
+        return [path for _, spec in self.specs for path, part in spec if part.type is Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,25 +56,17 @@ class BoundCall:
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        specs = self._specs
-        if self.like is not None and self.unread:
-            known = dict(self.like.specs)
-            specs = [(name, _merged(spec, known[name], self.unread)) for name, spec in specs]
-        return InputKind(tuple(specs), tuple(map(attrgetter("dtype", "shape"), self.tensors)))
-
-    @cached_property
-    def _specs(self) -> list[tuple[str, Spec]]:
-        """Return the spec of each argument. Paths in **kwargs begin with the keyword."""
-        found = []
+        specs, known = [], {} if self.like is None else dict(self.like.specs)
         for name, each in self.bound.signature.parameters.items():
             value: Any = self.bound.arguments.get(name)
             if each.kind is each.VAR_KEYWORD:
                 keys = sorted(value)
                 parts = (part for key in keys for part in spec_of(value[key], key))
-                found.append((name, ((f"**{name}", Part(dict, tuple(keys))), *parts)))
+                spec = ((f"**{name}", Part(dict, tuple(keys))), *parts)
             else:
-                found.append((name, spec_of(value, name)))
-        return found
+                spec = spec_of(value, name)
+            specs.append((name, _merged(spec, known[name], self.unread) if known else spec))
+        return InputKind(tuple(specs), tuple(map(attrgetter("dtype", "shape"), self.tensors)))
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
         """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
@@ -99,9 +96,8 @@ class BoundCall:
 
     @property
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by path: `x`, `b[0]`, `x["k"]`. Paths in **kwargs begin with the keyword."""
-        paths = (path for _, spec in self._specs for path, part in spec if part.type is Tensor)
-        return dict(zip(paths, self.tensors, strict=True))
+        """Return the tensors by path."""
+        return dict(zip(self.kind.paths, self.tensors, strict=True))
 
     def in_words(self, samples: Sequence[Tensor]) -> str:
         """Return, for messages, path, dtype and shape of the tensors, and types of other values."""
@@ -165,10 +161,11 @@ def _is_within(path: str, roots: Iterable[str]) -> bool:
 
 def _merged(spec: Spec, compiled: Spec, unread: frozenset[str]) -> Spec:
     """Return a spec with the compiled parts in place of those that are `unread`."""
-    known = dict(compiled)
-    found = {path: part for path, part in spec if not _is_within(path, unread)}
-    found |= {path: part for path, part in compiled if _is_within(path, unread)}
-    return tuple((path, found[path]) for path in known | found if path in found)
+    merged = {}
+    for path, part in spec:
+        is_read = not _is_within(path, unread)
+        merged |= {path: part} if is_read else {p: known for p, known in compiled if _is_within(p, [path])}
+    return tuple(merged.items())
 
 
 class MissingArgument(Error, TypeError):
@@ -328,17 +325,12 @@ def factors_in_words(counts: Counts) -> str:
 
 @dataclass(frozen=True)
 class CompiledInputs:
-    """The inputs that a plan was compiled for; `paths` and `positional` as in `BoundCall`."""
+    """The inputs that a plan was compiled for; `positional` as in `BoundCall`."""
 
     kind: InputKind
-    paths: list[str]
     positional: int
     counts: Counts
     has_float64: bool
-
-    @classmethod
-    def of(cls, call: BoundCall, counts: Counts, has_float64: bool) -> CompiledInputs:
-        return cls(call.kind, list(call.named_tensors), call.positional, counts, has_float64)
 
     @property
     def micro_batch(self) -> InputKind:
@@ -360,7 +352,7 @@ class CompiledInputs:
                 counts = (f"{count} arguments" for count in (self.positional, call.positional))
                 _check_equal("Number of positional arguments mismatch", *counts)
             _check_spec(compiled, dict(found), any_shape)
-        compiled_tensors = dict(zip(self.paths, self.kind.tensors, strict=True))
+        compiled_tensors = dict(zip(self.kind.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
             fix = f"\n  fix: {path}.to({dtype}), or destroy() the executor, whose next call then takes {tensor.dtype}"
@@ -402,7 +394,6 @@ def _check_spec(compiled: Spec, found: dict[str, Part], any_shape: bool) -> None
 
 
 def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:
-    """Raise BatchError with the message `what` if a call's value differs from the compiled one."""
     if expected != found:
         hint = _HINT if "\n  fix: " not in explained else ""
         raise BatchError(f"{what}: expected {expected} but got {found}{explained}{hint}")

@@ -60,44 +60,45 @@ class Executable:
     notes: tuple[Note, ...] = ()
     graph: Graph | None = None
     memory_format: str = "preserve"  # never "auto"
-    # `Run.key`, and the number of the plan for other values of what forward reads.
-    key: Any = None
+    key: Any = None  # `Run.key`
     weights: Any = None  # `Run.frozen` and `Run.tied`
-    # One deque: the reads of each recording of this graph, the latest first.
-    recordings: tuple[deque[Reads], ...] = ()
+    # The reads of each recording of this graph, the latest first.
+    recordings: deque[Reads] = field(default_factory=lambda: deque(maxlen=_MOST_RECORDINGS))
     code: str = ""  # `fingerprint` of the graph
 
     def holds(self) -> bool:
         """Return whether forward would read values for which this graph was recorded; the reads move to the front."""
-        for recordings in self.recordings:
-            for index, reads in enumerate(recordings):
-                if reads.hold():
-                    recordings.rotate(-index)
-                    return True
+        for index, reads in enumerate(self.recordings):
+            if reads.hold():
+                self.recordings.rotate(-index)
+                return True
         return False
 
     def changes(self) -> str:
         """Return in words how the values that forward reads differ from those of the latest recording."""
-        changed = self.recordings[0][0].changed() if self.recordings else []
+        changed = self.recordings[0].changed() if self.recordings else []
         return "; ".join(map(str, changed[:3]))
 
     def present_tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
-        tensors = self.recordings[0][0].tensors if self.recordings else {}
+        tensors = self.recordings[0].tensors if self.recordings else {}
         return {key: find() for key, find in tensors.items()}
 
     def add_recording(self, new: "Executable") -> None:
         """Hold for the values that the recording of an equal graph has read, too."""
-        if not self.recordings:  # from a file
-            object.__setattr__(self, "recordings", new.recordings)
-        elif self.recordings is not new.recordings:
-            self.recordings[0].appendleft(new.recordings[0][0])
+        if self.recordings is not new.recordings:
+            self.recordings.appendleft(new.recordings[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields that a file has."""
+        recordings = deque[Reads](maxlen=_MOST_RECORDINGS)
+        return {**vars(self), "graph": None, "recordings": recordings, "code": self.graph_code()}
 
     def graph_code(self) -> str:
         """Return the `fingerprint` of the graph."""
         if self.graph is None:
             return self.code
-        return fingerprint(self.graph, self.recordings[0][0].tensors)
+        return fingerprint(self.graph, self.recordings[0].tensors)
 
 
 def compile_model(
@@ -117,10 +118,10 @@ def compile_model(
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    others = [e for e in earlier if e.key[0] == run.key]
+    others = [e for e in earlier if e.key == run.key]
     changes = others[-1].changes() if others else ""
     settings, weights = run.settings(settings), (run.frozen, run.tied)
-    inputs = CompiledInputs.of(run.call, run.counts, has_float64_weights(model))
+    inputs = CompiledInputs(run.call.kind, run.call.positional, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
     alike = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
     new = next((e for e in alike if e.holds()), None)
@@ -150,8 +151,7 @@ def compile_model(
     settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings)
-    number = 1 + max((e.key[1] for e in others), default=-1)
-    return replace(new, plan=plan, settings=settings, inputs=inputs, key=(run.key, number), weights=weights)
+    return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, weights=weights)
 
 
 def record_model(
@@ -186,7 +186,7 @@ def record_model(
         logger.warning(
             "no block begins at %s: forward doesn't call it, so its mark has no effect", ", ".join(unused)
         )
-    paths = list(call.named_tensors)
+    paths = call.kind.paths
     written = [int(result.key) for result in graph.results if result.kind == "input"]
     check_written_inputs(call, written)
     if moved := sorted({paths[index] for index in written} & call.rearranged):
@@ -210,10 +210,9 @@ def record_model(
         graph = with_fixed_strides(graph)
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.template, forward.returned, anchors, names
-    recordings = (deque([graph.reads], maxlen=_MOST_RECORDINGS),)
-    return Executable(
-        unknown, settings, unknown, *outputs, forward.notes, graph, memory_format, recordings=recordings
-    )
+    found = Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)
+    found.recordings.append(graph.reads)
+    return found
 
 
 @dataclass

@@ -94,12 +94,7 @@ def split_outputs(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
     return template, traced
 
 
-def fill_outputs(template: Any, outputs: list[Tensor]) -> Any:
-    """Return what forward returns: its template with a call's outputs, whose `backward` raises Error."""
-    return fill_template(template, map(_refuse_backward_of, outputs))
-
-
-def _refuse_backward_of(value: Tensor) -> Tensor:
+def refuse_backward_of(value: Tensor) -> Tensor:
     """Return an output, after replacing `backward` of a floating point tensor by one that raises Error."""
     if value.is_floating_point():
         value.backward = _refuse_backward

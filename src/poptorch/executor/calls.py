@@ -10,12 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.errors import Error, hide_internal_frames
+from popengine.errors import Error, without_internal_frames
 from popengine.run.call import Results
 from popengine.settings import Outputs
 
 from ..compiling import arguments
-from ..compiling.outputs import fill_outputs
+from ..compiling.outputs import fill_template, refuse_backward_of
 from ..compiling.runs import Run, split_into_runs, synthetic_inputs
 from ..nested_values import tensors_of, with_tensors
 from .compilation import Compilation
@@ -31,6 +31,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Return a wrapper that calls `function` outside inference mode, restores grad mode after Ctrl-C, and hides frames
     of Pando in the tracebacks of errors."""
 
+    @without_internal_frames
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True  # notebooks and pytest leave this frame out, too
@@ -44,9 +45,6 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             # An interrupt just before the end of a `with torch.no_grad()` keeps it from restoring the mode.
             torch.set_grad_enabled(takes_gradients)
-            raise
-        except Exception as error:
-            hide_internal_frames(error)
             raise
 
     return call
@@ -87,15 +85,15 @@ class Calls:
             plan, results = self._execute(run)
             finished.append((run, plan, results))
         if most:
-            self._plans.remove_oldest([plan.executable.key for _, plan, _ in finished], most)
+            self._plans.remove_oldest([plan for _, plan, _ in finished], most)
         self.latest, outputs = join_results(finished)
-        return fill_outputs(finished[0][1].executable.template, outputs)
+        return fill_template(finished[0][1].executable.template, map(refuse_backward_of, outputs))
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> arguments.BoundCall:
         """Bind arguments to the signature of forward, which before compilation is the one of now."""
         compilation = self._compilation
         compilation.flags.take()
-        if not self._plans.by_key:
+        if not self._plans.loaded:
             compilation.prepare_first()
         call = arguments.bind(compilation.signature, args, kwargs)
         if not compilation.unread:
@@ -152,7 +150,7 @@ class Calls:
                 refuse_reads_if_lost(self._model.user, plans.state)
             # The inputs may have caused the error: remove the plan, so that others can be compiled for.
             if number < compilation.count and not (plans.engine is not None and plans.state.updates):
-                plans.replace_plan(plan.executable.key, before)
+                plans.replace_plan(plan, before)
             raise
         if plan.reporter is not None:
             plan.reporter.after_call()

@@ -30,7 +30,7 @@ from ..reporter import Reporter, start_reporter
 from .executable_file import SavedExecutor, write_to_cache_folder
 from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
-from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights_before_calls
+from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights
 
 _MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
 
@@ -48,7 +48,7 @@ class Compilation:
         self.count = 0  # of compiled plans, dropped ones included
         self._recordings = 0  # with the graph of an earlier one
         self.seconds: float | None = None  # of the latest compilation
-        self._return_hook: Any = None  # see `return_weights_before_calls`
+        self._return_hook: Any = None  # the handle of `return_weights`
         # Made before the first plan, to record the waits for a loader from now on.
         self._next_reporter = start_reporter(self, options, model.training, 1)
 
@@ -56,7 +56,8 @@ class Compilation:
         """Take over modes, signature and optimizer of now for the first compilation."""
         self.flags.choose_modes()
         if self._return_hook is None and chosen_devices(self.model.options, self.model.training)[0] != "cpu":
-            self._return_hook = return_weights_before_calls(self.model.user)
+            register = self.model.user.register_forward_pre_hook
+            self._return_hook = register(return_weights, prepend=True, with_kwargs=True)
         self.link.freeze_again()
         self.signature = inspect.signature(self.model.traced.forward)
 
@@ -73,7 +74,7 @@ class Compilation:
             others = plans.plans_of(run.key)
             changes = others[-1].executable.changes() if others else ""
             with self.flags.as_compiled():
-                earlier = [plan.executable for plan in plans.by_key.values()]
+                earlier = [plan.executable for plan in plans.loaded]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             self.flags.fix(found)
             for plan in others:
@@ -99,7 +100,7 @@ class Compilation:
                 elif not self.is_offline:
                     self.attach()
             except BaseException:
-                plans.replace_plan(found.key, before)
+                plans.replace_plan(plan, before)
                 raise
             write_to_cache_folder(found, options, self.model.per_replica)
             done("load")
@@ -108,7 +109,7 @@ class Compilation:
             what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
             if others:
                 what = changes
-            elif run.key[0] == earlier[-1].key[0][0]:
+            elif run.key[0] == earlier[-1].key[0]:
                 what = "other parameters that are trained"
             logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
         return plan
@@ -167,7 +168,7 @@ class Compilation:
         settings = engine_settings(options, self.model.training, optimizer, groups)
         self.link.check_own_step(settings)
         arguments.check_batch(call, run.counts)
-        if not self.plans.by_key:
+        if not self.plans.loaded:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))
         options._Popart.check_names()
         self.model.updatable_buffers()
@@ -327,27 +328,23 @@ class ModelFlags:
             self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
 
     def _warn_of_modes(self) -> None:
-        """Warn, once, of layers in another mode than the one they were compiled in."""
-        training = self._model.training
-        modes = {name: own["training"] for name, own in self._layers.items()}
-        others = {
-            name: mode
-            for name, mode in modes.items()
-            if mode != self._flags[name] and mode != self._compiled[name] and (training or not mode)
-        }
-        if not others:
-            return
-        now = next(iter(others.values()))
-        names = [name for name, mode in others.items() if mode == now]
-        words = ("train", "eval") if now else ("eval", "train")
-        self._warn_once(
-            "{} is in {}() mode now, and was compiled in {}() mode".format(
-                "the model" if "" in names else listed(names), *words
-            ),
-            "trains it in that mode" if training else "computes it in that mode",
-            "set the mode before the first call, or call destroy() on the executor"
-            + ("; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""),
-        )
+        training, changed = (
+            self._model.training,
+            dict[bool, list[str]](),
+        )  # names of layers, by their present mode
+        for name, own in self._layers.items():
+            mode = own["training"]
+            if mode not in (self._flags[name], self._compiled[name]) and (training or not mode):
+                changed.setdefault(mode, []).append(name)
+        for mode, names in changed.items():
+            now, before = ("train", "eval") if mode else ("eval", "train")
+            more = "; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""
+            self._warn_once(
+                f"{'the model' if '' in names else listed(names)} is in {now}() mode now, and was compiled in"
+                f" {before}() mode",
+                "trains it in that mode" if training else "computes it in that mode",
+                f"set the mode before the first call, or call destroy() on the executor{more}",
+            )
 
     def _warn_once(self, change: str, effect: str, fix: str) -> None:
         """Log "`change`, and the compiled program `effect`" with a fix, unless `effect` was logged before."""
@@ -373,6 +370,5 @@ class _OwnTrain:
 
 
 def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Set the flags `training` of layers, by name. Other layers stay as they are."""
     for name, layer in model.named_modules():
         vars(layer)["training"] = modes.get(name, layer.training)

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def saved(executor: Any, with_model: bool, with_random_state: bool) -> SavedExec
     state = {**plans.export(weights=False), "optimizer": plans.optimizer_states()}
     if not with_random_state:
         del state["random"]
-    others = (plan.executable for plan in plans.by_key.values() if plan.executable is not first)
+    others = (plan.executable for plan in plans.loaded if plan.executable is not first)
     parts = (executor._user_model, executor._optimizer) if with_model else ()
     return SavedExecutor((first, *others), executor.options, executor.per_replica_params, *parts, state=state)
 
@@ -77,8 +77,6 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
         raise AssertionError(f"can't save to {path}: {path.parent} is a file, and not a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    executables = (replace(e, graph=None, recordings=(), code=e.graph_code()) for e in saved.executables)
-    saved = replace(saved, executables=tuple(executables))
     try:
         content = io.BytesIO()
         content.seek(_HASH)

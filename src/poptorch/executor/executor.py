@@ -70,7 +70,7 @@ class PoplarExecutor:
                 can be called again
         """
         with self._lock:
-            if not self._plans.by_key:
+            if not self._plans.loaded:
                 self._mark()
             return self._calls.run(args, kwargs)
 

@@ -41,7 +41,7 @@ class LoadedPlans:
         self._options, self._model = options, model
         self.state = TrainState(functools.partial(weights_of, model))
         self._is_seeded = False  # whether `state.random_state` is set
-        self.by_key: dict[Any, LoadedPlan] = {}  # by `Executable.key`, in order of use, the latest last
+        self.loaded: list[LoadedPlan] = []  # in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
         self._process = -1  # id of the process that attached; a fork of it has no threads
@@ -80,53 +80,49 @@ class LoadedPlans:
 
     def plans_of(self, key: Any) -> list[LoadedPlan]:
         """Return the plans of runs with this `Run.key`, each for other values of what forward reads."""
-        return [plan for (of_run, _), plan in self.by_key.items() if of_run == key]
+        return [plan for plan in self.loaded if plan.executable.key == key]
 
     def find_plan(self, key: Any) -> LoadedPlan | None:
         """Return the plan of a run with this `Run.key` for the present values of what forward reads; None without."""
         current = self.current
-        if current is not None and current.executable.key[0] == key and current.executable.holds():
+        if current is not None and current.executable.key == key and current.executable.holds():
             return current
         return next((plan for plan in self.plans_of(key) if plan.executable.holds()), None)
 
-    def add_plan(self, loaded: LoadedPlan) -> None:
-        """Add a plan under its key. If there is no current plan, set `current` and `first` to it."""
-        self.by_key[loaded.executable.key] = loaded
+    def add_plan(self, plan: LoadedPlan) -> None:
+        """Add a plan. If there is no current plan, set `current` and `first` to it."""
+        self.loaded.append(plan)
         if self.current is None:
-            self.current, self.first = loaded, loaded.executable
+            self.current, self.first = plan, plan.executable
 
-    def make_current(self, loaded: LoadedPlan) -> None:
+    def make_current(self, plan: LoadedPlan) -> None:
         """Make a plan current. If the previous plan has an engine, and this one has none, create it."""
-        if self.engine is not None and loaded.engine is None:
+        if self.engine is not None and plan.engine is None:
             self.require_engine()
-            loaded.engine = self._new_engine(loaded)
-        self.current = loaded
+            plan.engine = self._new_engine(plan)
+        self.current = plan
 
-    def remove_plan(self, key: Any) -> None:
-        """Remove a plan that is not current. If it has an engine, save its profile and close the engine."""
-        self._close_engine(self.by_key.pop(key))
-
-    def replace_plan(self, key: Any, previous: LoadedPlan | None) -> None:
-        """Remove the plan of `key`, and make `previous` current; if there is none, remove all plans."""
+    def replace_plan(self, plan: LoadedPlan, previous: LoadedPlan | None) -> None:
+        """Remove a plan, and make `previous` current; if there is none, remove all plans."""
         if previous is None:
             self.clear_plans()
         else:
             self.make_current(previous)
-            self.remove_plan(key)
+            self.loaded.remove(plan)
+            self._close_engine(plan)
 
-    def remove_oldest(self, keys: list[Any], most: int) -> None:
-        """Remove all but the `most` plans used last. `keys`: of the latest call's plans, in order."""
-        used = {key: number for number, key in enumerate(keys, 1)}
-        plans = sorted(self.by_key.items(), key=lambda item: (item[1] is self.current, used.get(item[0], 0)))
-        self.by_key = dict(plans)  # one assignment: no plan is lost by an interrupt
-        for key, _ in plans[:-most]:
-            self.remove_plan(key)
+    def remove_oldest(self, used: list[LoadedPlan], most: int) -> None:
+        """Remove all but the `most` plans used last. `used`: those of the latest call, in order."""
+        self.loaded = [*(plan for plan in self.loaded if plan not in used), *dict.fromkeys(used)]
+        for plan in self.loaded[:-most]:
+            self.loaded.remove(plan)
+            self._close_engine(plan)
             logger.info("allowNewShapes(plans=%d): the plan used longest ago is dropped", most)
 
     def clear_plans(self) -> None:
         """Close all engines, and remove all plans."""
         self.detach()
-        self.by_key.clear()
+        self.loaded.clear()
         self.current = self.first = None
 
     @property
@@ -194,7 +190,7 @@ class LoadedPlans:
 
     def detach(self) -> None:
         """Save profiles, and close all engines. Weights and optimizer state return to the CPU."""
-        for plan in self.by_key.values():
+        for plan in self.loaded:
             self._close_engine(plan)
         if self._process == os.getpid():
             self.state.move_to_host()

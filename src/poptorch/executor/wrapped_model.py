@@ -88,8 +88,10 @@ def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
         model.forward = function
     resolved = resolve_options(given, training, model)
     given._freeze()  # a later change would have no effect
-    # The copy fixes the flags of the top-level module; submodules are shared with the user's model.
-    return WrappedModel(model, shallow_copy(model), resolved, training)
+    # The copy fixes the flags of the top-level module; weights and submodules are those of the user's model.
+    traced = copy.copy(model)
+    unmark_model(traced)
+    return WrappedModel(model, traced, resolved, training)
 
 
 class HostForward:
@@ -136,22 +138,17 @@ def executor_of(model: Any) -> Any:
     return method.owner() if isinstance(method, _MethodOfExecutor) else None
 
 
-def check_not_wrapped(model: Any) -> None:
-    """Raise RuntimeError if a model is wrapped for training already."""
-    if executor_of(model) is not None:
+def mark_model(model: nn.Module, executor: Any) -> None:
+    """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it. Raises
+    RuntimeError if another executor does."""
+    if executor_of(model) not in (executor, None):
         raise RuntimeError(
             "this model has already been wrapped in 'poptorch.trainingModel'\n"
             "  fix: call model.destroy() to unwrap it first"
         )
-
-
-def mark_model(model: nn.Module, executor: Any) -> None:
-    """Give a model the methods `copyWeightsToHostIfNeeded` and `destroy` of the executor that trains it."""
-    if executor_of(model) is not executor:
-        check_not_wrapped(model)
-        owner = weakref.ref(executor)
-        for name, result in _METHODS.items():
-            vars(model)[name] = _MethodOfExecutor(owner, name, result)
+    owner = weakref.ref(executor)
+    for name, result in _METHODS.items():
+        vars(model)[name] = _MethodOfExecutor(owner, name, result)
 
 
 def unmark_model(model: nn.Module) -> None:
@@ -159,13 +156,6 @@ def unmark_model(model: nn.Module) -> None:
     for name in _METHODS:
         if isinstance(vars(model).get(name), _MethodOfExecutor):
             del vars(model)[name]
-
-
-def shallow_copy(model: nn.Module) -> nn.Module:
-    """Return an unmarked copy of the top-level module. Its weights and submodules are those of `model`."""
-    plain = copy.copy(model)
-    unmark_model(plain)
-    return plain
 
 
 def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
@@ -182,13 +172,9 @@ def refuse_reads_if_lost(model: nn.Module, state: TrainState) -> None:
     model.register_load_state_dict_post_hook(end)
 
 
-def return_weights_before_calls(model: nn.Module) -> Any:
-    """Let a call of the user's own model with a tensor of the CPU move its weights from accelerators to the CPU first;
-    return the handle that ends this."""
-    return model.register_forward_pre_hook(_return_weights, prepend=True, with_kwargs=True)
-
-
-def _return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
+def return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook before calls of the user's own model: with a tensor of the CPU, move the weights from accelerators to the
+    CPU."""
     if current() is None and any(value.is_cpu for value in tensors_of((args, kwargs))):
         move_to_host(weights_of(model))
 
@@ -203,11 +189,8 @@ class _ReadsElsewhere:
     def __reduce__(self) -> Any:
         return type(self), ()
 
-
-class _Fill(_ReadsElsewhere):
-    """Adds the values of such weights to a `state_dict()`."""
-
     def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Add the values of such weights to a `state_dict()`."""
         plans = self._plans()
         missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
         if missing and plans is not None and plans.engine is not None:
@@ -220,11 +203,8 @@ class _Fill(_ReadsElsewhere):
                 {key: value for key, value in of_model.items() if key in missing and value is not None}
             )
 
-
-class _Take(_ReadsElsewhere):
-    """Gives such weights the values that are to be loaded."""
-
-    def __call__(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    def take(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Give such weights the values that are to be loaded."""
         if (plans := self._plans()) is not None:
             keys = plans.state.elsewhere & {key.removeprefix(prefix) for key in given}
             plans.state.fill_elsewhere({key: given[prefix + key] for key in keys})
@@ -233,8 +213,9 @@ class _Take(_ReadsElsewhere):
 def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
     """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
     `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
-    model.register_state_dict_post_hook(_Fill(plans))
-    model.register_load_state_dict_pre_hook(_Take(plans))
+    hooks = _ReadsElsewhere(plans)
+    model.register_state_dict_post_hook(hooks)
+    model.register_load_state_dict_pre_hook(hooks.take)
 
 
 def check_buffer_classes(model: nn.Module) -> None:

@@ -51,7 +51,6 @@ def trainingModel(
         Error: the options are not a `poptorch.Options`, or the optimizer has parameters that the model lacks
     """
     model = _unwrap_module(model)
-    wrapped_model.check_not_wrapped(model)
     if loss is not None:
         given = Options() if options is None else options
         options = given.clone().loss(loss)

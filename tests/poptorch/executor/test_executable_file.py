@@ -131,7 +131,7 @@ def test_a_file_without_the_model_needs_a_wrapper(tmp_path):
     other = poptorch.inferenceModel(model, options())
     other.loadExecutable(tmp_path / "model")
     assert torch.equal(other(x), executor(x))
-    assert len(other._plans.by_key) == 1
+    assert len(other._plans.loaded) == 1
 
 
 def test_invalid_files_are_named(tmp_path):
@@ -231,7 +231,7 @@ def test_a_file_of_the_folder_loads_into_a_wrapper_of_the_same_model(tmp_path):
     other = poptorch.inferenceModel(model, options())
     other.loadExecutable(file)
     assert torch.equal(other(x), expected)
-    assert len(other._plans.by_key) == 1
+    assert len(other._plans.loaded) == 1
 
 
 def test_a_compilation_reads_no_file_of_the_folder(tmp_path):
