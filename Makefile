@@ -82,10 +82,12 @@ reference: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+FUZZ_SECONDS ?= 30
+INTERRUPTS ?= 200
 fuzz: export OMP_WAIT_POLICY ?= PASSIVE
 fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz --seconds 60
-	$(BIN)/python tests/parity/interrupted_compilations.py 500
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/parity/interrupted_compilations.py $(INTERRUPTS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/mnist_pipeline/main.py
