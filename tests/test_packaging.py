@@ -1,5 +1,6 @@
 """The package and its environment: pins of constraints.txt, the programs of pyproject.toml, advice to install."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = [Requirement(line) for line in LINES if line and not line.startswith("#")]
 
 
+@functools.cache
 def installed() -> dict[str, metadata.Distribution]:
     return {canonicalize_name(found.name): found for found in metadata.distributions()}
 

@@ -142,8 +142,15 @@ def test_the_rows_of_a_replica_are_the_same_in_any_number_of_processes(mode):
         end(loaders)
 
 
-@pytest.mark.parametrize("mode", DataLoaderMode, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("before, after", [(4, 2), (2, 8), (4, 1), (1, 2)])
+def each_change_and_mode():
+    """All combinations. Each change of the number of processes has one mode in turn; the others are slow."""
+    for number, change in enumerate([(4, 2), (2, 8), (4, 1), (1, 2)]):
+        for turn, mode in enumerate(DataLoaderMode):
+            marks = [] if number % 3 == turn else [pytest.mark.slow]
+            yield pytest.param(*change, mode, marks=marks, id=f"{change[0]}-{change[1]}-{mode.name}")
+
+
+@pytest.mark.parametrize(("before", "after", "mode"), [*each_change_and_mode()])
 def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(before, after, mode):
     whole = [dealt(1, 0)]
     by_replica(whole)  # an epoch
