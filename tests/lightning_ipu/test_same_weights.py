@@ -1,6 +1,7 @@
 """The weights after a fit are those of Lightning on the CPU, bit for bit."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -35,8 +36,13 @@ def same(**more):
     return module
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("accumulation", [1, 4])
+def by_turns(values):
+    """Return (name, value) of each optimizer and of two values; with one of the two the test is slow."""
+    pairs = product(enumerate(OPTIMIZERS), enumerate(values))
+    return [pytest.param(name, v, marks=[pytest.mark.slow] * ((i + j) % 2)) for (i, name), (j, v) in pairs]
+
+
+@pytest.mark.parametrize(("name", "accumulation"), by_turns([1, 4]))
 def test_of_each_optimizer_plain_and_accumulated(name, accumulation):
     start = weights(made())
     module = same(optimizer=OPTIMIZERS[name], accumulate_grad_batches=accumulation)
@@ -70,28 +76,36 @@ def test_with_averaged_weights_that_a_callback_keeps():
     assert differing(found["ipu"], found["cpu"]) == []
 
 
+@pytest.fixture(scope="module")
+def unbroken():
+    module, _ = fitted("cpu", max_epochs=4)
+    return weights(module)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """Checkpoints of half of the training, by accelerator."""
+    found = {name: tmp_path_factory.mktemp("halves") / f"{name}.ckpt" for name in ("ipu", "cpu")}
+    for name, path in found.items():
+        fitted(name, max_epochs=2)[1].save_checkpoint(path)
+    return found
+
+
 @pytest.mark.parametrize(("first", "second"), [("ipu", "ipu"), ("ipu", "cpu"), ("cpu", "ipu")])
-def test_resumed_from_a_checkpoint_of_either(tmp_path, first, second):
-    unbroken, _ = fitted("cpu", max_epochs=4)
-    path = tmp_path / "half.ckpt"
-    _, run = fitted(first, max_epochs=2)
-    run.save_checkpoint(path)
-    resumed, run = fitted(second, max_epochs=4, ckpt_path=path)
+def test_resumed_from_a_checkpoint_of_either(unbroken, halves, first, second):
+    resumed, run = fitted(second, max_epochs=4, ckpt_path=halves[first])
     assert run.current_epoch == 4
-    assert differing(weights(resumed), weights(unbroken)) == []
+    assert differing(weights(resumed), unbroken) == []
 
 
-def test_a_torch_optimizers_checkpoint_goes_on_in_a_poptorch_optimizer(tmp_path):
-    unbroken, _ = fitted("cpu", max_epochs=4)
-    _, run = fitted("cpu", max_epochs=2)
-    run.save_checkpoint(tmp_path / "half.ckpt")
+def test_a_torch_optimizers_checkpoint_goes_on_in_a_poptorch_optimizer(unbroken, halves):
     ours = {"optimizer": lambda p: poptorch.optim.Adam(p, lr=0.01), "max_epochs": 4}
-    resumed, _ = fitted("ipu", ckpt_path=tmp_path / "half.ckpt", **ours)
-    assert differing(weights(resumed), weights(unbroken)) == []
+    resumed, _ = fitted("ipu", ckpt_path=halves["cpu"], **ours)
+    assert differing(weights(resumed), unbroken) == []
 
     ours["optimizer"] = lambda p: poptorch.optim.SGD(p, lr=0.01, momentum=0.9)
     with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer"):
-        fitted("ipu", ckpt_path=tmp_path / "half.ckpt", **ours)
+        fitted("ipu", ckpt_path=halves["cpu"], **ours)
 
 
 @pytest.mark.parametrize("validated", [False, True])
@@ -122,8 +136,7 @@ class Freezing(Callback):
             pl_module.last.bias.requires_grad_(not pl_module.last.bias.requires_grad)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("trained", [(True, False, True), (False, True, False)])
+@pytest.mark.parametrize(("name", "trained"), by_turns([(True, False, True), (False, True, False)]))
 def test_parameters_that_are_frozen_or_trained_again_during_the_fit(name, trained):
     found = {}
     for accelerator in ("ipu", "cpu"):
