@@ -1,4 +1,4 @@
-"""The documents hold: their code runs, page by page, and prints what stands below it; the site builds from them.
+"""The documents hold: their code runs, page by page, and prints what stands below it.
 
 A page's blocks run from top to bottom in one folder:
 
@@ -9,7 +9,6 @@ A page's blocks run from top to bottom in one folder:
 
 import ast
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -142,17 +141,3 @@ def test_the_drawings_of_schedules_are_what_describe_prints(monkeypatch):
 
     for name, svg in pictures.drawings().items():
         assert (DOCS / "images" / name).read_text() == svg, "python scripts/pictures.py"
-
-
-def test_the_site_builds_and_needs_no_other_host(tmp_path):
-    if importlib.util.find_spec("material") is None:
-        pytest.skip('mkdocs-material is not installed: pip install ".[docs]"')
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    pages = sorted(tmp_path.rglob("*.html"))
-    loads = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
-    assert {page.name: found for page in pages if (found := loads.findall(page.read_text()))} == {}
-    listed = re.findall(r"^- \[[^\]]*\]\(([^)]*)\)", (tmp_path / "llms.txt").read_text(), re.MULTILINE)
-    assert len(listed) > 40 and [name for name in listed if not (tmp_path / name).is_file()] == []

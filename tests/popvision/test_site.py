@@ -1,7 +1,10 @@
-"""The search of the documentation site finds the page that answers a question, among its first three results."""
+"""The documentation site builds and needs no other host; its search finds the page that answers a question, among its
+first three results."""
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,31 +43,56 @@ QUESTIONS = {
     "does not fit": ("guide/tools", "guide/planning", "guide/scaling"),
     "bubble": ("ten_minutes", "labs/bubble", "concepts/step"),
 }
-RESULTS = """new Promise(done => {
+SEARCH = """new Promise(done => {
   const list = document.querySelector(".md-search-result__list");
   const meta = document.querySelector(".md-search-result__meta");
+  const input = document.querySelector(".md-search__input");
   const links = () => [...list.querySelectorAll(".md-search-result__item > a")].slice(0, 3).map(link => link.href);
-  const check = () => links().length || /No matching/.test(meta.textContent) ? done(links()) : setTimeout(check, 20);
-  check();
+  const key = () => input.dispatchEvent(new KeyboardEvent("keyup"));
+  const when = (is_so, then) => is_so() ? then() : setTimeout(when, 20, is_so, then);
+  const find = () => {
+    input.value = %s;
+    key();
+    when(() => links().length || /No matching/.test(meta.textContent), () => done(links()));
+  };
+  input.value = "";
+  key();
+  when(() => !links().length && !/No matching/.test(meta.textContent), find);
 })"""
 
 
 @pytest.fixture(scope="module")
-def site(chromium, tmp_path_factory):
+def site(tmp_path_factory):
     if importlib.util.find_spec("material") is None:
         pytest.skip('mkdocs-material is not installed: pip install ".[docs]"')
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_the_search_finds_the_page_of(question, site, chromium):
+def test_the_site_needs_no_other_host_and_lists_its_pages_as_text(site):
+    loads = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    pages = sorted(site.rglob("*.html"))
+    assert {page.name: found for page in pages if (found := loads.findall(page.read_text()))} == {}
+    listed = re.findall(r"^- \[[^\]]*\]\(([^)]*)\)", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert len(listed) > 40 and [name for name in listed if not (site / name).is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def search(site, chromium):
+    """The links of the first results for a question, on a page that is open."""
     chromium.open(site / "index.html")
     chromium.value("document.querySelector('label[for=__search]').click()")
     chromium.value("document.querySelector('.md-search__input').focus()")
-    chromium.type(question)
-    chromium.press("Shift")
-    found = [link.removeprefix(f"{site.resolve().as_uri()}/") for link in chromium.value(RESULTS)]
+    return lambda question: chromium.value(SEARCH % json.dumps(question))
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_search_finds_the_page_of(question, site, search):
+    found = [link.removeprefix(f"{site.resolve().as_uri()}/") for link in search(question)]
     assert any(page.startswith(QUESTIONS[question]) for page in found), found
