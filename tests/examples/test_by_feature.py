@@ -1,12 +1,15 @@
 """Each program of `examples/by_feature` is the base plus its marked lines, runs, and learns."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import printed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))
+
+import processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 FEATURES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
@@ -31,16 +34,13 @@ def outputs() -> dict[tuple[str, ...], str]:
 
 
 @pytest.fixture
-def run(program, capsys, monkeypatch, tmp_path, outputs):
+def run(monkeypatch, tmp_path, outputs):
     """What a program prints, with the flags of a command line, in a folder of its own."""
 
     def run(name: str, *flags: str) -> str:
         monkeypatch.chdir(tmp_path)
         if (name, *flags) not in outputs or name == "resume":
-            with program("by_feature", name) as module, monkeypatch.context() as patch:
-                patch.setattr(sys, "argv", [f"{name}.py", *flags])
-                module.main()
-            outputs[name, *flags] = capsys.readouterr().out
+            outputs[name, *flags] = printed("by_feature", name, *flags)
         return outputs[name, *flags]
 
     return run
@@ -87,14 +87,10 @@ def test_a_training_that_is_started_again_goes_on_as_if_it_had_not_ended(run):
     assert losses(first) + losses(rest) == whole
 
 
-def test_two_processes_print_what_one_prints(tmp_path):
-    printed = []
-    for instances in ("1", "2"):
-        command = [sys.executable, "-m", "poprun", "--num-replicas", "2", "--num-instances", instances]
-        command += [sys.executable, str(FOLDER / "several_processes.py"), "--epochs", "2"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=os.environ
-        )
-        assert done.returncode == 0, done.stderr
-        printed.append(losses(done.stdout))
-    assert printed[0] == printed[1] and len(printed[0]) == 2
+def test_two_processes_print_what_one_prints():
+    words = ("by_feature", "several_processes", "--epochs", "2")
+    (one,) = processes.run(printed, 1, *words, replicas=2)
+    two = processes.run(printed, 2, *words)
+    assert [each.error for each in (one, *two)] == [""] * 3
+    assert losses(one.value) == losses(two[0].value) and len(losses(one.value)) == 2
+    assert two[1].value == ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import printed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist_lightning"
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
@@ -42,9 +43,10 @@ def accuracy(output: str) -> float:
 
 def test_the_simple_program_learns_as_on_the_cpu(data_dir):
     flags = ["--data-dir", data_dir, "--epochs", "1"]
-    learned = accuracy(run("simple_lightning_ipu.py", *flags))
+    program = ("fashion_mnist_lightning", "simple_lightning_ipu")
+    learned = accuracy(printed(*program, *flags))
     assert learned > 90
-    assert learned == accuracy(run("simple_lightning_ipu.py", *flags, "--accelerator", "cpu"))
+    assert learned == accuracy(printed(*program, *flags, "--accelerator", "cpu"))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import printed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, BENCHMARK = ROOT / "examples" / "mnist_pipeline", ROOT / "benchmarks" / "mnist_pipeline"
@@ -126,7 +127,7 @@ SMALL = ["--batch-size", "8", "--gradient-accumulation", "7", "--test-batch-size
 
 @pytest.fixture(scope="module")
 def twin(data_dir) -> str:
-    return run(EXAMPLE / "train_torch.py", *SMALL, "--epochs", "5", "--data-dir", str(data_dir))
+    return printed("mnist_pipeline", "train_torch", *SMALL, "--epochs", "5", "--data-dir", data_dir)
 
 
 def test_the_twin_learns(twin):
@@ -135,7 +136,7 @@ def test_the_twin_learns(twin):
 
 def test_the_program_reaches_the_accuracy_of_its_twin(data_dir, twin):
     flags = ["--epochs", "5", "--device-iterations", "2", "--inference-iterations", "5"]
-    output = run(EXAMPLE / "train_poptorch.py", *SMALL, *flags, "--data-dir", str(data_dir))
+    output = printed("mnist_pipeline", "train_poptorch", *SMALL, *flags, "--data-dir", data_dir)
     assert re.search(r"^Time to the first step: \d+\.\d\d s", output, re.MULTILINE)
     assert re.search(r"^Training: \d+ images per second", output, re.MULTILINE)
     assert accuracy(output) == pytest.approx(accuracy(twin), abs=1.2)  # one of the 90 digits may differ
@@ -146,17 +147,15 @@ def test_the_program_runs_sharded_with_its_other_flags(data_dir, tmp_path):
     flags = ["--epochs", "1", "--device-iterations", "2", "--inference-iterations", "5"]
     flags += ["--strategy", "sharded", "--offload-optimiser", "--debug"]
     flags += ["--profile", "--profile-dir", str(tmp_path)]
-    output = run(EXAMPLE / "train_poptorch.py", *SMALL, *flags, "--data-dir", str(data_dir))
+    output = printed("mnist_pipeline", "train_poptorch", *SMALL, *flags, "--data-dir", data_dir)
     assert accuracy(output) >= 0
     assert f"Profiles: {tmp_path}" in output
     assert any(path.is_file() for path in (tmp_path / "training").iterdir())
 
 
 def test_the_program_says_which_flags_to_lower_when_a_call_holds_more_than_all_digits(data_dir):
-    command = [sys.executable, EXAMPLE / "train_poptorch.py", "--data-dir", str(data_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert "448 digits don't fill one call of 4000: lower --batch-size" in done.stderr
+    with pytest.raises(SystemExit, match="448 digits don't fill one call of 4000: lower --batch-size"):
+        printed("mnist_pipeline", "train_poptorch", "--data-dir", data_dir)
 
 
 # The benchmark of the same network, with contenders that need no engine.

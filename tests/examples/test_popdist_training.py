@@ -1,13 +1,19 @@
 """The example of several instances: their checkpoints are equal, and it runs without poprun too."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import printed
+
+import quick_python
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "poprun"))
+
+from launching import Poprun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "popdist_training" / "popdist_training.py"
 SMALL = ["--epochs=1", "--batch-size=4", "--width=4", "--blocks=1", "--dataloader-workers=0"]
@@ -27,18 +33,13 @@ def data_dir(tmp_path_factory) -> Path:
     return folder
 
 
-def run(*words):
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
     """The command of the tutorial's own test."""
-    poprun = ["-m", "poprun", "--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2]
-    flags = [*SMALL, "--data-dir", data_dir, "--output-dir", tmp_path]
-    said = run(*poprun, sys.executable, EXAMPLE, *flags)
+    words = ("--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2)
+    flags = (*SMALL, "--data-dir", data_dir, "--output-dir", tmp_path)
+    poprun = Poprun(tmp_path, (*words, *quick_python.words(), EXAMPLE, *flags))
+    assert poprun.wait() == 0, poprun.said()
+    said = poprun.said()
     first, second = (torch.load(tmp_path / f"checkpoint-instance-{i}.pt") for i in range(2))
     trained = [name for name in first if name.endswith((".weight", ".bias"))]
     assert [name for name in trained if not torch.equal(first[name], second[name])] == []
@@ -46,14 +47,14 @@ def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
     assert len(re.findall(r"Validation accuracy: [01]\.\d{4}$", said, re.MULTILINE)) == 1
 
 
-def test_it_runs_without_poprun(data_dir, tmp_path):
-    said = run(EXAMPLE, *SMALL, "--num-replicas=2", "--data-dir", data_dir, "--output-dir", tmp_path)
-    assert re.search(r"^\[INFO\] Validation accuracy: [01]\.\d{4}$", said, re.MULTILINE)
+def test_it_runs_without_poprun(data_dir, tmp_path, caplog):
+    caplog.set_level("INFO")
+    flags = (*SMALL, "--num-replicas=2", "--data-dir", data_dir, "--output-dir", tmp_path)
+    printed("popdist_training", "popdist_training", *flags)
+    assert re.fullmatch(r"Validation accuracy: [01]\.\d{4}", caplog.messages[-1])
     assert (tmp_path / "checkpoint-instance-0.pt").exists()
 
 
 def test_missing_images_are_named_with_the_fix(tmp_path):
-    command = [sys.executable, EXAMPLE, *SMALL, "--data-dir", tmp_path]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert "apt install dataset-fashion-mnist" in done.stderr
+    with pytest.raises(FileNotFoundError, match="apt install dataset-fashion-mnist"):
+        printed("popdist_training", "popdist_training", *SMALL, "--data-dir", tmp_path)

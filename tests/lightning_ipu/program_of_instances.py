@@ -1,4 +1,4 @@
-"""A training that test_instances.py runs alone and in two processes; writes what it found into the given folder."""
+"""A training that test_under_poprun.py runs alone and in two processes; writes what it found into the given folder."""
 
 import json
 import sys

@@ -1,29 +1,28 @@
 """Two processes that poprun starts train one module: equal weights, and logged values of all rows."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import program_of_instances
 import pytest
 
-PROGRAM = Path(__file__).parent / "program_of_instances.py"
+import quick_python
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "poprun"))
 
-def run(*command):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
+from launching import Poprun
 
 
 def test_two_instances_train_as_one_process_with_two_replicas(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
-    run(sys.executable, PROGRAM, alone)
-    poprun = [sys.executable, "-m", "poprun", "--num-replicas", 2, "--num-instances", 2]
-    said = run(*poprun, sys.executable, PROGRAM, together)
-    assert "left out" not in said  # each reads its half, and nothing is missing
+    program_of_instances.main(alone)
+    words = ("--num-replicas", 2, "--num-instances", 2)
+    poprun = Poprun(tmp_path, (*words, *quick_python.words(), program_of_instances.__file__, together))
+    assert poprun.wait() == 0, poprun.said()
+    assert "left out" not in poprun.said()  # each reads its half, and nothing is missing
     expected = json.loads((alone / "0.json").read_text())
     first, second = (json.loads((together / f"{rank}.json").read_text()) for rank in range(2))
     assert first["own"] != second["own"]

@@ -1,0 +1,47 @@
+"""Examples are programs of several files: a test imports them as Python does when it runs one of them."""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@contextlib.contextmanager
+def imported(folder: str, name: str):
+    """The module of a program. What it imports from its folder is forgotten afterwards: others have such names too."""
+    path, known = list(sys.path), dict(sys.modules)
+    for file in (EXAMPLES / folder).glob("*.py"):  # somebody else's `model` may be there
+        sys.modules.pop(file.stem, None)
+    sys.path[:0] = [str(EXAMPLES / folder), str(EXAMPLES)]
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path[:] = path
+        for module in set(sys.modules) - set(known):
+            if str(EXAMPLES) in str(getattr(sys.modules[module], "__file__", None)):
+                del sys.modules[module]
+        sys.modules.update(known)
+
+
+def printed(folder: str, name: str, *flags: object) -> str:
+    """What a program prints, with the flags of a command line. It runs in this process, which has loaded torch."""
+    output, threads = io.StringIO(), torch.get_num_threads()
+    words = [f"{name}.py", *map(str, flags)]
+    try:
+        with (
+            imported(folder, name) as module,
+            mock.patch.object(sys, "argv", words),
+            mock.patch.dict(os.environ),
+            contextlib.redirect_stdout(output),
+        ):
+            module.main()
+    finally:
+        torch.set_num_threads(threads)
+    return output.getvalue()
