@@ -10,7 +10,6 @@ draw, which gets its seed before each replay. If weights or buffers have other a
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..errors import Error
 from ..ir import Plan
 from ..operations import FUSED_CALLS
 from ..piece import GATHER
-from ..settings import Outputs, Settings
+from ..settings import Settings
 from . import devices, random_draws
 from .backends.eager import operation_of
 from .call import Commit, EngineCall, Results, Stopped
@@ -88,8 +87,7 @@ class CapturedStep:
             self._is_warm = True
             return False
         addresses = [value.data_ptr() for values in self._state.values for value in values.values()]
-        order = _order_of(table)
-        rows, tasks = self._plan.tasks, table.all
+        rows, tasks, order = self._plan.tasks, table.all, table.order
         inner = [number for number in order if rows[tasks[number].row].index == "micro_batch"]
         if self._graph is None or addresses != self._addresses:
             self._addresses = addresses
@@ -127,13 +125,13 @@ class CapturedStep:
                         graph.register_generator_state(generator)
                         self._generators.append((generator, task.index, task.replica, line.draw))
         self._inputs = [devices.empty_micro_batches(batch[:count], device) for batch in call.inputs]
-        once = replace(settings.counts, iterations=1) if settings.training else settings.counts
         anchors = tuple(anchor for anchor in settings.anchors if anchor.is_output)
-        if settings.training:
-            settings = replace(settings, outputs=_of_one_iteration(settings.outputs))
-            anchors = tuple(replace(each, outputs=_of_one_iteration(each.outputs)) for each in anchors)
-        inner = replace(settings, counts=once, anchors=anchors)
-        self._results = Results(self._plan.partition.signature, inner, device, len(self._inputs))
+        if settings.training:  # one iteration
+            once = replace(settings.counts, iterations=1)
+            anchors = tuple(replace(anchor, return_period=1) for anchor in anchors)
+            settings = replace(settings, counts=once, return_period=1)
+        settings = replace(settings, anchors=anchors)
+        self._results = Results(self._plan.partition.signature, settings, device, len(self._inputs))
         captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, Commit())
         rows.generators = iter([generator for generator, *_ in self._generators])
         try:
@@ -156,12 +154,8 @@ class CapturedStep:
         turns = range(done * count, (done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):
             target.copy_(batch[turns.start : turns.stop], non_blocking=True)
-        for (
-            generator,
-            micro_batch,
-            replica,
-            draw,
-        ) in self._generators:  # in one process: see `why_not_captured`
+        for generator, micro_batch, replica, draw in self._generators:
+            # In one process: see `why_not_captured`.
             key = hash_integers(*state.train_state.random_state, micro_batch, replica)
             generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
@@ -170,20 +164,3 @@ class CapturedStep:
         for sums, buffers, replica in zip(self._sums, self._buffers, range(len(self._sums)), strict=True):
             state.sums[replica].update(sums)
             state.new_buffers[replica].update(buffers)
-
-
-def _of_one_iteration(outputs: Outputs) -> Outputs:
-    return "all" if outputs == "every_n" else outputs
-
-
-def _order_of(table: Any) -> list[int]:
-    """Return the numbers of a table's tasks in the order in which one thread runs them."""
-    missing, ready, found = table.waits_for.copy(), list(table.first), []
-    heapify(ready)
-    while ready:
-        found.append(heappop(ready))
-        for follower in table.followers[found[-1]]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heappush(ready, follower)
-    return found

@@ -97,7 +97,8 @@ class StepTasks:
             before.append({number_of[key] for key in awaited})
         for earlier, later in pairwise(self._exchanges(rows)):
             before[number_of[later]].add(number_of[earlier])
-        simulate(before, [1.0] * len(before), devices=1)  # raises Error for an order that never ends
+        # In which one thread runs the tasks. Raises Error for an order that never ends.
+        self.order = simulate(before, [1.0] * len(before), devices=1).order
         self.waits_for = [len(needs) for needs in before]
         self.followers: list[list[int]] = [[] for _ in self.all]
         for number, needs in enumerate(before):
