@@ -160,7 +160,6 @@ def _record(
     ]
     trained = set(stand_ins.trained_parameters()) if training else set[str]()
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
-    stand_ins.check_shared({result.key for result in graph.results if result.kind in ("gradient", "buffer")})
     graph = replace(graph, held=tuple(state.held))
     noted = noting.lines, noting.draws.lines, [*stand_ins.hooks, *noting.containers()]
     return _RecordedForward(graph, reads, changed, *noted, left, reshaped, made)

@@ -60,9 +60,8 @@ class DeviceEngines:
                 mail = DeviceMailbox(self._meetings, place, replicas, devices.device_named(name))
                 self._meetings.mail.append(mail)
                 own, state = replace(settings, place=place, replicas=replicas), copy.copy(train_state)
-                sums = mail if plan.shifts and settings.training else None
                 state.optimizer = state.optimizer if 0 in replicas else SimpleNamespace(state={})
-                engine = Engine(plan, own, state, mail.device, mail, find_constants, sums)
+                engine = Engine(plan, own, state, mail.device, mail, find_constants)
                 self._engines.append(engine)
                 if 0 not in replicas:
                     self._states[engine] = {}

@@ -26,7 +26,7 @@ from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
-from .mailbox import Mailbox, ProcessMailbox, ReplicaSums
+from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
@@ -53,7 +53,6 @@ class Engine:
         device: torch.device | None = None,
         mail: Mailbox | None = None,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
-        sums: ReplicaSums | None = None,
     ) -> None:
         if plan.places:
             check_order(plan)
@@ -102,11 +101,8 @@ class Engine:
             from .backends import inductor  # slow to import
 
             codes = inductor.load_pieces(plan.partition, device)
-        # The processes that have the same ipus as this one sum gradients.
         self._sums = self._group if several else None
-        if self._sums is not None and counts.parts > 1:
-            self._sums = self._sums.among(counts.processes_of_part())
-        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail, sums)
+        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
         self.cores = cores // per_operation  # that run tasks
         self._queue = ReadyQueue(self._rows, self.cores, per_operation)
         self._close = weakref.finalize(self, self._queue.close)
@@ -248,10 +244,10 @@ class Engine:
         if self._sums is None:
             tree_sum(leaf_nodes([flat] for flat in flats))
         else:
-            assert self._group is not None
-            what, reduction = "the mean of running statistics", AllReduce(self._sums, Tag.BUFFERS)
+            what, ranks = "the mean of running statistics", self.settings.counts.processes_of_part()
+            reduction = AllReduce(self._sums, Tag.BUFFERS, ranks)
             fingerprint = {f"buffers@part {part}": {b.key: str(b.shape) for b in buffers}}
-            self._group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
+            self._sums.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
         flat = flats[0] / self.settings.counts.global_replicas
         means = flat.split([replicas[0][b.key].numel() for b in buffers])
         for buffer, mean in zip(buffers, means, strict=True):

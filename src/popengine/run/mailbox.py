@@ -22,7 +22,7 @@ _WHAT = "values of another ipu"  # the purpose of waits, for warnings
 
 
 class Mailbox(Protocol):
-    """The messages that arrive at a place, and the meetings of all places."""
+    """The messages that arrive at a place, and the meetings of all places. That of a device also has `all_reduce`."""
 
     def begin_step(self) -> None:
         """Begin a step: from now on messages of the step may arrive."""
@@ -51,14 +51,6 @@ class Mailbox(Protocol):
 
     def abort(self, why: str) -> None:
         """End the waits of all places, which raise an error."""
-
-
-class ReplicaSums(Protocol):
-    """What sums gradients over the replicas that other engines run: an `AllReduce`, or a device's mailbox."""
-
-    def all_reduce(self, flats: Sequence[Tensor]) -> None:
-        """Sum the values of all replicas into `flats[0]`. `flats`, 1-d: those of this engine's replicas, which are
-        overwritten. The engines of all replicas must call it."""
 
 
 class Arrivals:
@@ -105,7 +97,7 @@ class ProcessMailbox:
     def __init__(self, group: ProcessGroup, plan: Plan, settings: Settings) -> None:
         self._group, self._ranks = group, settings.counts.processes_of_replica()
         self._norms = AllReduce(group, Tag.NORMS)
-        self._results = AllReduce(group.among(self._ranks), Tag.RESULTS)
+        self._results = AllReduce(group, Tag.RESULTS, self._ranks)
         # By peer, the number of messages that it sends to this place in a step.
         self._expected: dict[int, int] = defaultdict(int)
         names = 0

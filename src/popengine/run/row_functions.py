@@ -21,8 +21,8 @@ from ..torch_private import storage_use_count
 from .backends.eager import Code, FiniteCheck, user_line
 from .call import EngineCall, Stopped
 from .instances.all_reduce import all_gather_rows
-from .instances.connections import Connections, PeerFailed, PeerLost, Subset, Tag
-from .mailbox import Mailbox, MessageKey, ReplicaSums
+from .instances.connections import Connections, PeerFailed, PeerLost, Tag
+from .mailbox import Mailbox, MessageKey
 from .prepared_values import PreparedValues
 from .random_draws import hash_integers
 from .state import State
@@ -40,9 +40,8 @@ class RowFunctions:
         settings: Settings,
         state: State,
         codes: Sequence[Code],
-        group: Connections | Subset | None,
+        group: Connections | None,
         mail: Mailbox | None,
-        sums: ReplicaSums | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.mail = mail  # None: all ipus are at one place, and all replicas are here
@@ -52,7 +51,7 @@ class RowFunctions:
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
-        self.updates = Updates(plan, settings, state, group, mail, sums)
+        self.updates = Updates(plan, settings, state, group, mail)
         self._prepared = [PreparedValues(plan, state, r) for r in replicas if plan.partition.prepared]
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
@@ -357,7 +356,7 @@ class RowFunctions:
                 return
             found = torch.stack([self.frames[member][micro_batch][value] for member in members])
             if size > counts.replicas:
-                assert isinstance(self._group, Connections)
+                assert self._group is not None
                 ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
                 found = all_gather_rows(self._group, ranks, Tag.GATHER, found)
             for member in members:

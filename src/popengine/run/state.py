@@ -202,7 +202,8 @@ class State:
                     raise Error(
                         f"{other} and {key} share their memory, but are two tensors; a compiled model keeps each of"
                         " them, and only one would change\n"
-                        "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`"
+                        "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`, or make"
+                        " the other one in forward"
                     )
             before.append((begin, end, key))
 

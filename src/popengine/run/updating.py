@@ -36,8 +36,8 @@ from ..update.group_update import Chunk, ParameterUpdate, UpdateStep, cut_into_c
 from ..update.optimizer_rules import OWN_STEP
 from .call import EngineCall
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
-from .instances.connections import Connections, Subset, Tag
-from .mailbox import Mailbox, ReplicaSums
+from .instances.connections import Connections, Tag
+from .mailbox import Mailbox
 from .random_draws import hash_integers
 from .state import State, Unit
 from .train_state import has_same_bits
@@ -59,12 +59,14 @@ class Updates:
         plan: ir.Plan,
         settings: Settings,
         state: State,
-        group: Connections | Subset | None,
+        group: Connections | None,
         mail: Mailbox | None,
-        sums: ReplicaSums | None,
     ) -> None:
         self.plan, self.settings, self.state, self._group, self._mail = plan, settings, state, group, mail
-        self._sums = AllReduce(group, Tag.SUMS) if group is not None else sums
+        # What sums gradients over replicas that other engines run: the processes that have the same ipus, or devices.
+        self._sums: Any = mail if plan.shifts and settings.training else None
+        if group is not None:
+            self._sums = AllReduce(group, Tag.SUMS, settings.counts.processes_of_part())
         self._optimizer: Any = settings.optimizer  # None in inference, which has no rows of updates
         self._needs_whole_gradients = settings.needs_whole_gradients
         self._members = {unit: settings.sharing_replicas(*unit) for unit in state.units}
@@ -98,11 +100,6 @@ class Updates:
         self._steps: dict[_StepKey, UpdateStep] = {}  # empty: a gradient overflowed, and no weight changes
         self._clipping_factor: Tensor | None = None  # of clipping by norm
 
-    @property
-    def _processes(self) -> AllReduce:
-        assert isinstance(self._sums, AllReduce)
-        return self._sums
-
     def bind(self, row: int) -> Work | None:
         """Return the function that runs a row; None: nothing is to be run."""
         kind, ipu = self.plan.tasks[row].kind, self.plan.tasks[row].ipu
@@ -132,8 +129,8 @@ class Updates:
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
             if bucket.cuts is not None:
-                self._processes.reduce_scatter(bucket.flats, bucket.cuts)
-            elif self._sums is not None:
+                self._sums.reduce_scatter(bucket.flats, bucket.cuts)
+            else:
                 self._sums.all_reduce(bucket.flats)
 
     def _divide_means(self, sums: Sequence[Tensor]) -> None:
@@ -260,7 +257,7 @@ class Updates:
         if self._mail is not None:
             self._mail.sum(values)
         elif self.state.train_state.owner:
-            self._processes.all_reduce([values])
+            self._sums.all_reduce([values])
         return values
 
     def _adapt_loss_scale(self) -> bool:
@@ -334,7 +331,7 @@ class Updates:
         units = [unit for unit in self.state.units if unit.key in self.state.train_state.owner]
         weights = [self.state.weight(unit) for unit in units]
         owners = [self.state.train_state.owner[unit.key] for unit in units]
-        self._processes.broadcast_by_owners(weights, owners)
+        self._sums.broadcast_by_owners(weights, owners)
 
     def clear_step(self) -> None:
         """Drop the gradient sums (those in buckets keep their memory), norms and counts of a step."""

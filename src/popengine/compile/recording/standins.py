@@ -7,7 +7,6 @@ closure or an earlier view, is recognised by identity or memory, and replaced wh
 import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -236,18 +235,6 @@ class StandIns:
                     "  fix: make it a parameter, `self.name = nn.Parameter(...)`, and keep parameters and layers in"
                     " nn.ParameterList and nn.ModuleList, not in lists; compute in forward what depends on parameters;"
                     " or say `.detach()`, if it is meant as a constant"
-                )
-
-    def check_shared(self, changed: set[str]) -> None:
-        """Raise CaptureError if two members overlap in memory, and `changed` has the name of one of them."""
-        pairs = [pair for sharing in self._by_memory.values() for pair in combinations(sharing, 2)]
-        for one, other in pairs:
-            if {one.name, other.name} & changed and _has_overlap(one.real, other.real):
-                raise CaptureError(
-                    f"{one.name} and {other.name} share their memory, but are two tensors; a compiled"
-                    " model keeps each of them, and only one would change\n"
-                    "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`,"
-                    " or make the other one in forward"
                 )
 
 

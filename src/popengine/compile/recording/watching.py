@@ -2,21 +2,14 @@
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from .reads import MISSING
 
 
-class Watcher(Protocol):
-    """What sees reads and writes while `is_noting()`. The value of an absent attribute is MISSING."""
-
-    def is_noting(self) -> bool: ...
-    def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None: ...
-    def before_write(self, owner: Any, name: str) -> None: ...
-
-
-def watch_class(kind: type, watcher: Watcher, undo: ExitStack) -> bool:
-    """Let `watcher` see the attributes of a class's objects until `undo` is closed; return False if that can't be."""
+def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
+    """Let a `Noting` see the attributes of a class's objects until `undo` is closed; return False if that can't be. The
+    value of an absent attribute is MISSING."""
     if any(getattr(vars(base).get("__getattribute__"), "watcher", None) is watcher for base in kind.__mro__):
         return True
     read: Any = kind.__getattribute__

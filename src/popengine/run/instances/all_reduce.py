@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .connections import Connections, Message, Subset
+from .connections import Connections, Message
 
 IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
 _ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
@@ -83,11 +83,13 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
 
 
 class AllReduce:
-    """The all-reduce, reduce-scatter and broadcast over a group. No other messages may have `tag` and `tag + 1`."""
+    """The all-reduce, reduce-scatter and broadcast over a group, or over the instances with these `ranks` in it, which
+    are numbered from 0 here. No other messages may have `tag` and `tag + 1`."""
 
-    def __init__(self, group: Connections | Subset, tag: int) -> None:
-        self._group, self._tag = group, tag
-        self._rank, self._size = group.rank, group.size
+    def __init__(self, group: Connections, tag: int, ranks: Sequence[int] = ()) -> None:
+        self._group, self._tag, self._ranks = group, tag, ranks or range(group.size)
+        self._rank, self._size = self._ranks.index(group.rank), len(self._ranks)
+        self._peers = [peer for peer in range(self._size) if peer != self._rank]
         # By (number, dtype): memory for the segments that are being received.
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -99,7 +101,7 @@ class AllReduce:
         cuts = [min(rank * share, elements) for rank in range(self._size + 1)]
         begun = self._reduce(flats, cuts, gathers=True)
         begun += [
-            self._group.receive(flats[0][start:stop], peer, self._tag + 1)
+            self._receive(flats[0][start:stop], peer, self._tag + 1)
             for peer, start, stop in self._shards_of_peers(cuts)
         ]
         self._group.wait(begun, _SUM)
@@ -115,7 +117,7 @@ class AllReduce:
             if owner == self._rank:
                 begun += self._send_to_all(tensor)
             else:
-                begun.append(self._group.receive(tensor, owner, self._tag + 1))
+                begun.append(self._receive(tensor, owner, self._tag + 1))
         self._group.wait(begun, _GATHER)
 
     def _reduce(self, flats: Sequence[Tensor], cuts: Sequence[int], gathers: bool) -> list[Message]:
@@ -125,7 +127,7 @@ class AllReduce:
         nodes = [node.values[0] for node in sum_siblings(leaf_nodes(([flat] for flat in flats), first))]
         target = nodes[0]
         begun = [
-            self._group.send(node[start:stop], peer, self._tag)
+            self._send(node[start:stop], peer, self._tag)
             for peer, start, stop in self._shards_of_peers(cuts)
             for node in nodes
         ]
@@ -143,12 +145,12 @@ class AllReduce:
 
     def _receive_nodes(self, positions: _Positions, number: int, like: Tensor, length: int) -> _Incoming:
         """Start to receive the peers' nodes of a segment of `length` elements into buffer number `number`."""
-        senders = [peer for peer in self._group.peers for _ in positions[peer]]
+        senders = [peer for peer in self._peers for _ in positions[peer]]
         size, buffer = len(senders) * length, self._buffers.get((number, like.dtype))
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[number, like.dtype] = like.new_empty(size)
         return [
-            (value, self._group.receive(value, peer, self._tag))
+            (value, self._receive(value, peer, self._tag))
             for peer, value in zip(senders, buffer[:size].chunk(len(senders)), strict=True)
         ]
 
@@ -166,13 +168,19 @@ class AllReduce:
 
     def _send_to_all(self, value: Tensor) -> list[Message]:
         """Start to send a tensor to all peers, and return the messages."""
-        return [self._group.send(value, peer, self._tag + 1) for peer in self._group.peers]
+        return [self._send(value, peer, self._tag + 1) for peer in self._peers]
+
+    def _send(self, value: Tensor, peer: int, tag: int) -> Message:
+        return self._group.send(value, self._ranks[peer], tag)
+
+    def _receive(self, value: Tensor, peer: int, tag: int) -> Message:
+        return self._group.receive(value, self._ranks[peer], tag)
 
     def _shards_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (peer, start, stop) of all segments of peers' shards, ordered by segment, then by peer."""
         found = [
             (turn, peer, *segment)
-            for peer in self._group.peers
+            for peer in self._peers
             for turn, segment in enumerate(self._segments(cuts, peer))
         ]
         return [(peer, start, stop) for _, peer, start, stop in sorted(found)]

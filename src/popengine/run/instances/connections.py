@@ -172,10 +172,6 @@ class Connections:
         commit()
         self.all_gather(values, Tag.COMMIT, what)
 
-    def among(self, ranks: Sequence[int]) -> Subset:
-        """Return the connections of this instance to those with these ranks, which are numbered from 0 there."""
-        return Subset(self, ranks)
-
     # ---- waits -------------------------------------------------------------------------------------------
 
     def _report_waits(self) -> None:
@@ -314,22 +310,3 @@ class Connections:
             f"another instance failed: {self._failure}\n"
             "  in all instances the weights are those of the last finished update"
         )
-
-
-class Subset:
-    """The connections to some of the instances, this one included, for sums over them: as `Connections`, with ranks
-    among them. A failure closes the connections of all."""
-
-    def __init__(self, whole: Connections, ranks: Sequence[int]) -> None:
-        self._whole, self._ranks = whole, ranks
-        self.rank, self.size, self.wait = ranks.index(whole.rank), len(ranks), whole.wait
-        self.abort, self.commit_together = whole.abort, whole.commit_together
-        self.peers = [peer for peer in range(self.size) if peer != self.rank]
-
-    def send(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to send a tensor."""
-        return self._whole.send(value, self._ranks[peer], tag)
-
-    def receive(self, value: Tensor, peer: int, tag: int) -> Message:
-        """Start to receive a tensor."""
-        return self._whole.receive(value, self._ranks[peer], tag)
