@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import processes
 import pytest
@@ -44,9 +43,7 @@ def balanced_stages():
 
     popdist.init()
     heavy = popdist.getInstanceIndex()
-    tune.sample_of = lambda parts, *given: SimpleNamespace(
-        seconds_of_pieces=lambda: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
-    )
+    tune.seconds_of_pieces = lambda parts, *given: [9.0 if p.stage == heavy else 1.0 for p in parts.pieces]
     torch.manual_seed(0)
     blocks = [poptorch.BeginBlock(torch.nn.Linear(4, 4), name) for name in "abcd"]
     opts = popdist.poptorch.Options().setExecutionStrategy(

@@ -3,6 +3,7 @@
 The times are inputs of a cost model: each is the fastest of a few rounds, without schedule or updates.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
@@ -13,35 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..ir import Partition, Piece
+from ..ir import Partition
 from .backends.eager import build
 
+_ROUNDS = 3  # of which the fastest run of each piece counts
 T = TypeVar("T")
-
-
-class Sample:
-    """Pieces that can be run on one micro-batch; `given`: all values that no piece makes, by name."""
-
-    def __init__(self, pieces: Sequence[Piece], given: Mapping[str, Tensor]) -> None:
-        self._pieces, self._given = pieces, given
-        self._codes = [build(piece) for piece in self._pieces]
-        self._last = {name: i for i, piece in enumerate(self._pieces) for name in piece.reads}
-
-    def seconds_of_pieces(self) -> list[float]:
-        """Run all pieces once, in order, and return the seconds of each."""
-        found, values = [], dict(self._given)
-        with torch.inference_mode():
-            for i, (code, piece) in enumerate(zip(self._codes, self._pieces, strict=True)):
-                taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
-                for name in piece.reads:
-                    if self._last[name] == i:
-                        del values[name]
-                start = perf_counter()
-                made = code(taken)
-                found.append(perf_counter() - start)
-                values.update(pair for pair in zip(piece.writes, made, strict=True) if pair[0] in self._last)
-                del made
-        return found
 
 
 def seconds_on_all_threads(work: Callable[[], Any], threads: int) -> float:
@@ -70,9 +47,11 @@ def call_in_one_thread(work: Callable[[], T]) -> T:
             torch.set_num_threads(before)  # some libraries have one number of threads for the process
 
 
-def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Sample:
-    """Return the pieces of a partition as a `Sample`. `inputs`: one micro-batch of each input of the model."""
-    signature = partition.signature
+def seconds_of_pieces(
+    partition: Partition, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+) -> list[float]:
+    """Return the seconds of each piece of a partition. `inputs`: one micro-batch of each input of the model."""
+    signature, pieces = partition.signature, partition.pieces
     given: dict[str, Tensor] = {}
     for slot in signature.slots:
         if slot.role == "input":
@@ -83,7 +62,21 @@ def sample_of(partition: Partition, weights: Mapping[str, Tensor], inputs: Seque
             given[slot.name] = torch.ones(slot.shape, dtype=slot.dtype)
         else:
             given[slot.name] = weights[slot.key].detach()
-    with torch.no_grad():
+    codes, last = [*map(build, pieces)], {name: i for i, piece in enumerate(pieces) for name in piece.reads}
+    found = [math.inf] * len(pieces)
+    with torch.inference_mode():
         for name, piece in partition.prepared.items():
             (given[name],) = build(piece)([given[read] for read in piece.reads])
-    return Sample(partition.pieces, given)
+        for _ in range(_ROUNDS):
+            values = dict(given)
+            for i, (code, piece) in enumerate(zip(codes, pieces, strict=True)):
+                taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
+                for name in piece.reads:
+                    if last[name] == i:
+                        del values[name]
+                start = perf_counter()
+                made = code(taken)
+                found[i] = min(found[i], perf_counter() - start)
+                values.update(pair for pair in zip(piece.writes, made, strict=True) if pair[0] in last)
+                del made
+    return found

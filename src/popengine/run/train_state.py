@@ -32,9 +32,10 @@ class TrainState:
 
     def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
         self.find_weights = find_weights
-        # `optimizer.state[parameter]` has the optimizer state.
+        # `optimizer.state[parameter]` has the optimizer state, and `parameters` returns the optimizer's parameters by
+        # canonical name. Without an optimizer these are the weights.
         self.optimizer: Any = SimpleNamespace(state={})
-        self._parameters: Mapping[str, Tensor] | None = None  # keys of `optimizer.state`; None: the weights
+        self.parameters = find_weights
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
@@ -52,17 +53,8 @@ class TrainState:
         # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self.commit = Commit()
-        self._confirmed: dict[
-            str, VersionStamp
-        ] = {}  # of trained parameters, when they were equal in all processes
-
-    def use_optimizer(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state in `optimizer.state` from now on; `parameters`: the optimizer's, by canonical name."""
-        self.optimizer, self._parameters = optimizer, parameters
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's parameters by canonical name; without an optimizer the model's weights."""
-        return self.find_weights() if self._parameters is None else self._parameters
+        # Of trained parameters, when they were equal in all processes.
+        self._confirmed: dict[str, VersionStamp] = {}
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of this process by canonical name: the tensors that updates change."""
@@ -177,20 +169,13 @@ class TrainState:
         self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
         for key in keys:
             value = weights[key].detach()
-            if not devices.has_queue(value.device):
-                is_written = key not in self.buffers[0] or not has_same_bits(self.buffers[0][key], value)
-                for own in self.buffers:
-                    if is_written or key not in own:
-                        own[key] = value.clone()
-                continue
-            # The same without a wait of the host.
-            before = self.buffers[0].get(key, value).to(value.device)
-            is_same = (_bits_of(before) == _bits_of(value)).all()
             for own in self.buffers:
-                kept = own.setdefault(key, value.clone())
-                if kept.device != value.device:
-                    kept = own[key] = kept.to(value.device)
-                kept.copy_(torch.where(is_same, kept, value))
+                has_kept = key in own and own[key].shape == value.shape
+                own[key] = own[key].to(value) if has_kept else value.clone()
+            is_same = (_bits_of(self.buffers[0][key]) == _bits_of(value)).all()
+            # Without a wait of the host for an accelerator.
+            for own in self.buffers if devices.has_queue(value.device) or not is_same else ():
+                own[key].copy_(torch.where(is_same, own[key], value))
         return self.buffers
 
 
@@ -203,11 +188,8 @@ class VersionStamp(NamedTuple):
 
     def fits(self, value: Tensor) -> bool:
         """Return whether a tensor is this one, and neither its memory nor its version counter has changed."""
-        now = version_stamp(value)
-        return self.value is value and (self.alias.data_ptr(), self.version) == (
-            value.data_ptr(),
-            now.version,
-        )
+        version, address = version_stamp(value).version, self.alias.data_ptr()
+        return self.value is value and (address, self.version) == (value.data_ptr(), version)
 
 
 def version_stamp(value: Tensor) -> VersionStamp:

@@ -21,7 +21,7 @@ from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
 from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import group_of_size
-from popengine.run.piece_costs import call_in_one_thread, sample_of
+from popengine.run.piece_costs import call_in_one_thread, seconds_of_pieces
 from popengine.settings import Settings, StagePlan, Strategy
 from popengine.update.optimizer_rules import RULES
 
@@ -70,10 +70,9 @@ def _block_costs(
         )
     parts = partition(graph, _STAGE_OF_EACH_BLOCK, settings.recompute)
     seconds = [0.0] * parts.stages
-    sample = sample_of(parts, weights, inputs)
-    runs = call_in_one_thread(lambda: [sample.seconds_of_pieces() for _ in range(3)])
-    for piece, *spent in zip(parts.pieces, *runs, strict=True):
-        seconds[piece.stage] += min(spent)
+    measured = call_in_one_thread(partial(seconds_of_pieces, parts, weights, inputs))
+    for piece, spent in zip(parts.pieces, measured, strict=True):
+        seconds[piece.stage] += spent
     # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
     size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer

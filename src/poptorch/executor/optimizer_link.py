@@ -191,7 +191,8 @@ class OptimizerLink:
                     " the instances by name\n"
                     "  fix: keep optimizer.state_dict(), call destroy(), and load it into a new optimizer"
                 )
-        state.use_optimizer(self.optimizer, self._parameters)
+        parameters = self._parameters
+        state.optimizer, state.parameters = self.optimizer, lambda: parameters
         if self._is_connected and isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._names = tuple(self._parameters)
 
