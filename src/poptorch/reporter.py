@@ -51,10 +51,10 @@ class Reporter:
         self.path, self.options, self.number = path, options, number
         self.recorder = Recorder()
         self.passes: dict[str, float] = {}  # seconds of each pass of the compilation
-        self._running: tuple[Engine | DeviceEngines, Executable] | None = None
+        self._running: tuple[Engine, Executable] | None = None
         self._next_save = time.perf_counter() + _SAVE_INTERVAL
 
-    def on_attach(self, engine: Engine | DeviceEngines, executable: Executable) -> None:
+    def on_attach(self, engine: Engine, executable: Executable) -> None:
         """Store the plan's engine and executable, from which `save` writes the profile; report the compilation to
         the recorders of other plans, between whose calls it may have run."""
         self._running = engine, executable
@@ -98,7 +98,7 @@ class Reporter:
         except OSError as error:
             logger.warning("the profile could not be written to %s: %s", self.path.parent.parent, error)
 
-    def _make_profile(self, engine: Engine | DeviceEngines, executable: Executable) -> profile.Profile:
+    def _make_profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
         detail = recorder.detail
         found = describe(engine.plan, settings, executable.graph)
@@ -150,7 +150,7 @@ class Reporter:
         )
 
 
-def _joined_devices(engine: Engine | DeviceEngines, recorder: Recorder) -> dict[str, Any]:
+def _joined_devices(engine: Engine, recorder: Recorder) -> dict[str, Any]:
     """Return the entry "joined" of a profile's facts, if several devices have recorded it: see `popvision.joined`."""
     if not isinstance(engine, DeviceEngines):
         return {}

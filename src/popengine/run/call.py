@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from time import perf_counter
@@ -207,11 +207,10 @@ class Results:
         of_outputs = map(attrgetter("started"), buffers), map(attrgetter("finished"), buffers)
         return [self.load_started, self.loaded, *map(list, of_outputs)]
 
-    def add_times(self, others: Iterable[Results]) -> None:
-        """Add the times of the copies that other devices have made."""
-        for other in others:
-            for own, theirs in zip(self._times(), other._times(), strict=True):
-                own[:] = map(max, own, theirs)
+    def add_times(self, other: Results) -> None:
+        """Add the times of the copies that another device has made."""
+        for own, theirs in zip(self._times(), other._times(), strict=True):
+            own[:] = map(max, own, theirs)
 
     def _times(self) -> list[list[float]]:
         spans = [span for buffer in self.buffers().values() for span in (buffer.started, buffer.finished)]

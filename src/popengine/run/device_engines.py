@@ -13,12 +13,10 @@ import copy
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ir import Plan
@@ -28,16 +26,12 @@ from . import devices
 from .call import Commit, Results
 from .device_mailbox import DeviceMailbox, Meetings
 from .engine import Engine
-from .instances.all_reduce import leaf_nodes, tree_sum
-from .instances.connections import PeerFailed
 from .recorder import Recorder
-from .train_state import OptimizerState, TrainState, VersionStamp, version_stamp, write
-
-_WAIT = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
+from .train_state import OptimizerState, TrainState, VersionStamp, version_stamp
 
 
-class DeviceEngines:
-    """The engines of a plan's devices, with the methods of one `Engine`, and of its `State`, that executors call."""
+class DeviceEngines(Engine):
+    """The engines of a plan's devices as one engine, which is also its `State`."""
 
     def __init__(
         self,
@@ -67,71 +61,44 @@ class DeviceEngines:
                     self._states[engine] = {}
         used = [engine.state.device for engine in self._engines]
         self._accelerator = next(device for device in used if devices.has_queue(device))
-        self._pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="device")
+        self._parts = [part for engine in self._engines for part in engine._parts]
+        self._group = self._sums = None
+        self._has_warned = False
         train_state.engines += 1
 
     def close(self) -> None:
         """End the threads of all engines."""
         self.train_state.engines -= 1
-        self._pool.shutdown(wait=False)
         for engine in self._engines:
             engine.close()
 
     def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
         """Run one call on all devices, as `Engine.run`."""
-        commit = self.train_state.commit
-        if recorder is not None:
-            recorder.begin_call()
-            for number, engine in enumerate(self._engines):
-                recorder.engine(number, engine.cores)
-        commit.settle()
-        self.bind(hyper)
+        self.train_state.commit.settle()
         self._meetings.begin_call()
         # Once for all engines.
         inputs = [devices.in_pinned_memory(value, self._accelerator) for value in inputs]
-        steps = self.settings.counts.iterations if self.settings.training else 1
-        threads = torch.get_num_threads()
-        runs: list[Future[Results]] = []
-        commit.begin(f"call {commit.complete_calls + 1}", steps, lambda: wait(runs) and None, self._stop)
-        try:
-            for number in range(len(self._engines)):
-                runs.append(self._pool.submit(self._run_engine, number, inputs, hyper, recorder, threads))
-            while wait(runs, _WAIT).not_done:
-                pass
-        finally:
-            if wait(runs, 0).not_done:  # after Ctrl-C
-                commit.settle()
-            self._take_state()
-            commit.settle()
-            if recorder is not None:
-                recorder.end_call(commit.done, failed=commit.done < steps)
-        errors = [error for run in runs if (error := run.exception()) is not None]
-        for error in [error for error in errors if not isinstance(error, PeerFailed)] or errors:
-            raise error
-        results, *others = (run.result() for run in runs)
-        results.add_times(others)
-        return results
+        return super().run(inputs, hyper, recorder)
 
-    def _run_engine(
-        self,
-        number: int,
-        inputs: Sequence[Tensor],
-        hyper: Hyper | None,
-        recorder: Recorder | None,
-        threads: int,
-    ) -> Results:
-        torch.set_num_threads(threads)  # it is a number of this thread
-        return self._engines[number].run(inputs, hyper, recorder, number)
+    @property
+    def _wait_and_abort(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._wait_until_idle, self._stop
+
+    def _wait_until_idle(self) -> None:
+        """Wait until no engine runs a call, and take over what the call has changed."""
+        for part in self._parts:
+            part.queue.wait_until_idle()
+        self._take_state()
 
     def _stop(self, why: str) -> None:
         """Stop the calls of all engines: all have committed their step by then, or none will."""
-        self._meetings.stop([engine.state.train_state.commit for engine in self._engines])
+        self._meetings.stop([part.state.train_state.commit for part in self._parts])
         self._meetings.abort(why)
 
     # ---- state ---------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> "DeviceEngines":
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return this object, which has the methods of a `State`."""
         return self
 
@@ -215,28 +182,6 @@ class DeviceEngines:
         place = self.plan.places.get(ipu, Place())
         engine = next(each for each in self._engines_of(replica) if each.settings.place == place)
         return engine.memory(replica, ipu)
-
-    def gather_optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state of all devices, by parameter."""
-        return self.train_state.optimizer_states()
-
-    def read_weights_elsewhere(self) -> dict[str, Tensor]:
-        """Return no weights: no other process holds any."""
-        return {}
-
-    def average_buffers(self) -> None:
-        """Set the floating point buffers that forward changes to their means over all replicas."""
-        self.train_state.commit.settle()
-        self.train_state.commit.check_not_lost()
-        present, count = self.train_state.find_weights(), self.settings.counts.replicas
-        keys = [buffer.key for buffer in self.plan.partition.signature.running_statistics]
-        with torch.no_grad():
-            replicas = self.train_state.own_buffers(present, keys, count)[:count]
-            for key in keys:
-                values = [own[key].to(present[key].device, torch.float64, copy=True) for own in replicas]
-                (mean,) = tree_sum(leaf_nodes([value] for value in values))
-                for target in (present[key], *(own[key] for own in replicas)):
-                    write(target, mean / count)
 
 
 class _LockOfAll:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ from .backends.eager import build
 from .call import EngineCall, Results
 from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
-from .instances.connections import Tag
+from .instances.connections import PeerFailed, Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
 from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
-from .recorder import Recorder
+from .recorder import EngineRecorder, Recorder
 from .row_functions import RowFunctions
 from .state import State
 from .train_state import OptimizerState, TrainState, write
@@ -40,6 +41,14 @@ _OVERFLOW = (
     "  fix: a smaller loss_scaling; or options.Training.setAutomaticLossScaling(True), which leaves such updates out\n"
     "  where it is made: options.Precision.enableFloatingPointExceptions(True) names the operation"
 )
+
+
+class EnginePart(NamedTuple):
+    """What runs a plan's rows of one device."""
+
+    state: State
+    queue: ReadyQueue
+    cores: int
 
 
 class Engine:
@@ -80,10 +89,10 @@ class Engine:
             self._group.barrier(what, compared)
             # Compared at each call: for other values that forward reads there are other plans.
             self._hash_of_plan = compared["plan"]
-        self.plan, self.settings = plan, settings
+        self.plan, self.settings, self.train_state = plan, settings, train_state
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
-        self._peers = mail or self._group  # None: this process trains alone
+        peers = mail or self._group  # None: this process trains alone
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
         self.state = State(plan, settings, train_state, device, find_constants)
@@ -103,13 +112,16 @@ class Engine:
             codes = inductor.load_pieces(plan.partition, device)
         self._sums = self._group if several else None
         self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
-        self.cores = cores // per_operation  # that run tasks
-        self._queue = ReadyQueue(self._rows, self.cores, per_operation)
-        self._close = weakref.finalize(self, self._queue.close)
+        cores //= per_operation  # that run tasks
+        queue = ReadyQueue(self._rows, cores, per_operation)
+        self._parts = [EnginePart(self.state, queue, cores)]
+        # Of `Commit.begin`.
+        self._wait_and_abort: Any = queue.wait_until_idle, None if peers is None else peers.abort
+        self._close = weakref.finalize(self, queue.close)
 
     def close(self) -> None:
         """End the threads. Peers can read this optimizer shard until the next barrier."""
-        train_state = self.state.train_state
+        train_state = self.train_state
         train_state.engines -= 1
         if self._group is not None and train_state.shard_name and not train_state.engines:
             self._group.withdraw_state(train_state.shard_name)
@@ -118,62 +130,61 @@ class Engine:
 
     # ---- running -----------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        inputs: Sequence[Tensor],
-        hyper: Hyper | None,
-        recorder: Recorder | None = None,
-        number: int = -1,
-    ) -> Results:
+    def run(self, inputs: Sequence[Tensor], hyper: Hyper | None, recorder: Recorder | None = None) -> Results:
         """Run one call, all device iterations, on combined batches, and return its results. Warn once of overflowing
-        gradients. Engines of one `TrainState` run one call at a time. `number`: among the engines
-        of several devices, which have bound the state and begun to record the call.
+        gradients. Engines of one `TrainState` run one call at a time.
 
         Raises: Error, if a task or a peer failed: all state is that after the updates that were finished before;
         UnrecoverableError, if an update failed halfway (the weights are lost), or a peer has ended
         """
-        if recorder is not None and number < 0:
+        if recorder is not None:
             recorder.begin_call()
-        train_state, commit = self.state.train_state, self.state.train_state.commit
+        train_state, commit = self.train_state, self.train_state.commit
         commit.settle()
-        if number < 0:
-            self.state.bind(hyper)
+        self.state.bind(hyper)
         if train_state.elsewhere:
             train_state.release_elsewhere()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
-        call = EngineCall(
-            self._split_into_micro_batches(inputs),
-            Results(self.plan.partition.signature, self.settings, self.state.device, len(inputs)),
-            hyper,
-            torch.get_num_threads(),
-            commit,
-        )
         steps = self.settings.counts.iterations if self.settings.training else 1
-        commit.begin(
-            name, steps, self._queue.wait_until_idle, None if self._peers is None else self._peers.abort
-        )
+        threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
+        calls, recorders = list[EngineCall](), list[EngineRecorder | None]()
+        for number, (state, _, cores) in enumerate(self._parts):
+            results = Results(self.plan.partition.signature, self.settings, state.device, len(inputs))
+            batches, own = self._split_into_micro_batches(inputs, state.device), state.train_state.commit
+            calls.append(EngineCall(batches, results, hyper, threads, own))
+            recorders.append(None if recorder is None else recorder.engine(number, cores))
+            if own is not commit:  # of one device of several
+                own.begin(name, steps, wait, None)
+        commit.begin(name, steps, wait, abort)
         try:
-            engine_recorder = None if recorder is None else recorder.engine(max(number, 0), self.cores)
-            self._queue.start(call, engine_recorder)
-            self._queue.wait_until_idle()
+            for part, call, own in zip(self._parts, calls, recorders, strict=True):
+                part.queue.start(call, own)
+            wait()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C
             if self._group is not None:
                 train_state.confirm(self.state.bound_parameters())
-            if recorder is not None and number < 0:
+            if recorder is not None:
                 recorder.end_call(commit.done, failed=commit.done < steps)
-        if call.failure is not None:
-            raise call.failure
-        if call.overflows and not self._has_warned:
-            self._has_warned = True
-            logger.warning(_OVERFLOW, *min(call.overflows))
-        return call.results
+        failure: BaseException | None = None
+        for call in calls:
+            if call.failure is not None and (failure is None or isinstance(failure, PeerFailed)):
+                failure = call.failure
+        if failure is not None:
+            raise failure
+        for call in calls:
+            if call is not calls[0]:
+                calls[0].results.add_times(call.results)
+            if call.overflows and not self._has_warned:
+                self._has_warned = True
+                logger.warning(_OVERFLOW, *min(call.overflows))
+        return calls[0].results
 
-    def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _split_into_micro_batches(self, inputs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator."""
-        counts, device = self.settings.counts, self.state.device
+        counts = self.settings.counts
         found = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
@@ -187,8 +198,8 @@ class Engine:
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
         in those of a replica."""
-        seed, step = self.state.train_state.random_state
-        factor = repr(float(self.state.train_state.loss_factor))
+        seed, step = self.train_state.random_state
+        factor = repr(float(self.train_state.loss_factor))
         texts: dict[str, Mapping[str, str]] = {
             "rates": {} if hyper is None else rates_as_texts(hyper),
             "state": {"updates so far": str(step), "loss scaling factor": factor},
@@ -197,7 +208,7 @@ class Engine:
             "plan": self._hash_of_plan,
         }
         counts = self.settings.counts
-        if written := self.state.train_state.unconfirmed(self.state.bound_parameters()):
+        if written := self.train_state.unconfirmed(self.state.bound_parameters()):
             texts[f"value@part {counts.part}" if counts.parts > 1 else "value"] = hash_weights(written)
         if counts.parts > 1:
             numbered = {str(number): value for number, value in enumerate(inputs)}
@@ -208,7 +219,7 @@ class Engine:
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state by parameter; of all processes, if they shard it (`ProcessGroup.read_shards`)."""
-        train_state = self.state.train_state
+        train_state = self.train_state
         if self._group is None or not train_state.shard_name:
             return train_state.optimizer_states()
         shards = self._group.read_shards(train_state.shard_name)
@@ -219,7 +230,7 @@ class Engine:
 
     def read_weights_elsewhere(self) -> dict[str, Tensor]:
         """Return the weights that only other processes of the replica hold, by canonical name: waits for these."""
-        train_state = self.state.train_state
+        train_state = self.train_state
         if self._group is None or not train_state.elsewhere:
             return {}
         shards = self._group.read_shards(train_state.shard_name)
@@ -231,31 +242,34 @@ class Engine:
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""
-        self.state.train_state.commit.settle()
+        train_state, counts = self.train_state, self.settings.counts
+        train_state.commit.settle()
+        train_state.commit.check_not_lost()
         found = self.plan.partition.signature.running_statistics
-        slot_of, values, part = self.state.slot_of, self.state.values, self.settings.counts.part
-        buffers = [r for r in found if slot_of[r.key] in values[0]]  # of this process's ipus
         if not found:
             return
-        self.state.bind(None)
-        replicas = [{b.key: each[slot_of[b.key]] for b in buffers} for each in values]
-        doubles = ([each[b.key].double().reshape(-1) for b in buffers] for each in replicas)
-        flats = [torch.cat(each) if each else torch.empty(0) for each in doubles]
+        present = train_state.find_weights()
+        keys = [each.key for each in found if each.key not in train_state.elsewhere]
+        replicas = [present]
+        with torch.no_grad():
+            if counts.replicas > 1:
+                replicas += train_state.own_buffers(present, keys, counts.replicas)[1 : counts.replicas]
+            doubles = (
+                [own[key].to(devices.CPU, torch.float64).reshape(-1) for key in keys] for own in replicas
+            )
+            flats = [torch.cat(each) if each else torch.empty(0) for each in doubles]
         if self._sums is None:
             tree_sum(leaf_nodes([flat] for flat in flats))
         else:
-            what, ranks = "the mean of running statistics", self.settings.counts.processes_of_part()
-            reduction = AllReduce(self._sums, Tag.BUFFERS, ranks)
-            fingerprint = {f"buffers@part {part}": {b.key: str(b.shape) for b in buffers}}
+            what, part = "the mean of running statistics", counts.part
+            reduction = AllReduce(self._sums, Tag.BUFFERS, counts.processes_of_part())
+            fingerprint = {f"buffers@part {part}": {key: str(tuple(present[key].shape)) for key in keys}}
             self._sums.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
-        flat = flats[0] / self.settings.counts.global_replicas
-        means = flat.split([replicas[0][b.key].numel() for b in buffers])
-        for buffer, mean in zip(buffers, means, strict=True):
-            for each in replicas:
-                write(each[buffer.key], mean.view(buffer.shape))
-        if len(values) > 1:
-            self.state.share_buffers()
-        self.state.end_call()
+        means = (flats[0] / counts.global_replicas).split([present[key].numel() for key in keys])
+        for key, mean in zip(keys, means, strict=True):
+            write(present[key], mean.view(present[key].shape))
+            for own in train_state.buffers:
+                own[key] = present[key].detach().clone()
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu keeps (`kept_bytes`)."""

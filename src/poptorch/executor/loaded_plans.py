@@ -30,7 +30,7 @@ class LoadedPlan:
 
     executable: Executable
     reporter: Reporter | None = None
-    engine: Engine | DeviceEngines | None = None
+    engine: Engine | None = None
     synthetic: list[Tensor] | None = None  # inputs of `Options.enableSyntheticData`
 
 
@@ -51,7 +51,7 @@ class LoadedPlans:
         return self.current.executable if self.current is not None else None
 
     @property
-    def engine(self) -> Engine | DeviceEngines | None:
+    def engine(self) -> Engine | None:
         return self.current.engine if self.current is not None else None
 
     def require_executable(self) -> Executable:
@@ -62,7 +62,7 @@ class LoadedPlans:
             )
         return self.executable
 
-    def require_engine(self) -> Engine | DeviceEngines:
+    def require_engine(self) -> Engine:
         """Return the engine of the current plan. Raises Error if the model is not attached, or in a fork."""
         engine = None if self.current is None else self.current.engine
         if engine is None:
@@ -160,7 +160,7 @@ class LoadedPlans:
         self._process = os.getpid()
         self.current.engine = engine  # last: an engine counts as attached when it is complete
 
-    def _new_engine(self, plan: LoadedPlan) -> Engine | DeviceEngines:
+    def _new_engine(self, plan: LoadedPlan) -> Engine:
         executable = plan.executable
         # An executable from a file runs on the device that this program's options name.
         device, names = chosen_devices(self._options, executable.settings.training)

@@ -5,7 +5,6 @@ Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show t
 
 import random
 from collections import Counter
-from concurrent.futures import wait
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -34,6 +33,7 @@ from popengine.errors import RunError, UnrecoverableError
 from popengine.order import ORDERS
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
+from popengine.run.ready_queue import ReadyQueue
 from popengine.run.train_state import TrainState, has_same_bits
 from popengine.settings import Counts, Optimizer, Place, Settings
 
@@ -307,12 +307,14 @@ def test_an_interrupt_ends_the_call_on_all_devices_after_a_whole_step(which, mon
         make = on_devices if which == "two" else lambda *args, **more: on_shifted_devices(*args, **more)[0]
         engines, interrupts = make(which, counts=(4, 5, 1)), [KeyboardInterrupt]
 
-        def interrupted(runs, *limit):
-            if limit and interrupts:
-                raise interrupts.pop()
-            return wait(runs, *limit)
+        wait_until_idle = ReadyQueue.wait_until_idle
 
-        monkeypatch.setattr("popengine.run.device_engines.wait", interrupted)
+        def interrupted(queue):
+            if interrupts:
+                raise interrupts.pop()
+            wait_until_idle(queue)
+
+        monkeypatch.setattr(ReadyQueue, "wait_until_idle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engines.run(batch_for(engines), rates("sgd"))
         done = engines.train_state.commit.done
