@@ -11,14 +11,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
-_INTERNAL = (
-    "poptorch",
-    "popengine",
-    "popdist",
-    "popvision",
-    "torch",
-    "contextlib",
-)  # packages whose frames are hidden
+# Packages whose frames are hidden.
+_INTERNAL = ("poptorch", "popengine", "popdist", "popvision", "torch", "contextlib")
 
 
 def did_you_mean(

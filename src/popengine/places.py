@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from .errors import Error
 from .ir import Place, Plan, Task
 
-_Access = tuple[
-    str, int
-]  # a name, and how many micro-batches before a read it is written: a buffer 1, others 0
+# A name, and how many micro-batches before a read it is written: a buffer 1, others 0.
+_Access = tuple[str, int]
 
 
 def check_order(plan: Plan) -> None:
@@ -88,9 +87,8 @@ def _tasks_before(plan: Plan) -> dict[int, int]:
         for row, task in enumerate(plan.tasks):
             before[start + row] = 0
             for edge in task.after if task.index == "micro_batch" or not start else ():
-                shift = (
-                    start - size * (edge.behind or 0) if plan.tasks[edge.row].index == "micro_batch" else 0
-                )
+                is_repeated = plan.tasks[edge.row].index == "micro_batch"
+                shift = start - size * (edge.behind or 0) if is_repeated else 0
                 if shift >= 0 and edge.behind is not None:
                     before[start + row] |= before[edge.row + shift] | 1 << edge.row + shift
     return before

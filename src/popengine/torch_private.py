@@ -143,10 +143,8 @@ def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
 
 def step_hooks(optimizer: Optimizer) -> list[Mapping[int, Callable[..., Any]]]:
     """Return the dictionaries of hooks of an optimizer's `step()`, and of those of all optimizers."""
-    names = (
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-    )  # 2.0; a class may not call torch's __init__
+    # 2.0; a class may not call torch's __init__
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     own = [getattr(optimizer, name, {}) for name in names]
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 

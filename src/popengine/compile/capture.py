@@ -30,12 +30,7 @@ from .recording.current_capture import (
 )
 from .recording.float_types import call_with_matching_types
 from .recording.functional import make_functional_graph
-from .recording.graph_recorder import (
-    CaptureRecorder,
-    check_dense,
-    empty_like,
-    map_leaves,
-)
+from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint, hooks_reader

@@ -70,10 +70,9 @@ class _TableWriter:
         self.weights: dict[tuple[str, Place], int] = {}
         self.writer: dict[tuple[str, Place], int] = {}
         self.users: dict[tuple[str, Place], set[int]] = {}
-        self.receives: dict[int, list[Instruction]] = {}  # piece -> how it receives values of other ipus
-        self.messages: dict[
-            int, list[int]
-        ] = {}  # piece -> the rows that send values which the piece reads first
+        # By piece: how it receives values of other ipus, and the rows that send values which it reads first.
+        self.receives: dict[int, list[Instruction]] = {}
+        self.messages: dict[int, list[int]] = {}
 
     def write(self) -> Plan:
         """Write all rows of the table, and return its plan. May be called once."""

@@ -114,25 +114,27 @@ class Results:
         self._signature, counts = signature, settings.counts
         self._counts = counts
         self.loss_scale = 1.0  # of the latest step
-        # By index of the result in the signature: the outputs, and the inputs that the forward writes into.
-        self._outputs: dict[int, ResultBuffer] = {}
-        self._written: dict[int, ResultBuffer] = {}
+        # By index of the result in the signature (outputs, and inputs that the forward writes into), or anchor of a
+        # weight, of which a turn is an iteration.
+        self.buffers: dict[int | Anchor, ResultBuffer] = {}
+        self._outputs, self._written = list[ResultBuffer](), list[int]()
         modes: dict[int, tuple[Outputs, int]] = {}
-        self.weights: dict[Anchor, ResultBuffer] = {}  # a turn is an iteration
         for anchor in settings.anchors:
             if anchor.source in ("output", "gradient"):
                 modes[int(anchor.key)] = anchor.outputs, anchor.return_period
             elif anchor.source != "loss_scale":
                 slot = next(slot for slot in signature.parameters_and_buffers if slot.key == anchor.key)
                 once = replace(counts, accumulation=1)
-                self.weights[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
+                self.buffers[anchor] = ResultBuffer(once, anchor.outputs, anchor.return_period, slot, device)
         for index, result in enumerate(signature.results):
             if result.kind == "output":
                 mode = modes.get(index, (settings.outputs, settings.return_period))
-                self._outputs[index] = ResultBuffer(counts, *mode, result, device)
+                self.buffers[index] = ResultBuffer(counts, *mode, result, device)
+                self._outputs.append(self.buffers[index])
             elif result.kind == "input":  # replicas of a group write the same values
                 of_groups = replace(counts, replicas=counts.groups)
-                self._written[index] = ResultBuffer(of_groups, "all", 1, result, device)
+                self.buffers[index] = ResultBuffer(of_groups, "all", 1, result, device)
+                self._written.append(index)
         # By input: when the upload of each micro-batch began and ended; at first the start of the call.
         times = [perf_counter()] * (counts.iterations * counts.accumulation * counts.replicas)
         self.load_started, self.loaded = list[list[float]](), list[list[float]]()
@@ -142,36 +144,28 @@ class Results:
 
     def put(self, index: int, turn: int, replica: int, value: Tensor) -> None:
         """Store a micro-batch's value of result number `index`: an output, or the new value of an input."""
-        if index in self._written:
-            self._written[index].put(turn, self._counts.input_group_of(replica), value)
-        else:
-            self._outputs[index].put(turn, replica, value)
+        row = self._counts.input_group_of(replica) if index in self._written else replica
+        self.buffers[index].put(turn, row, value)
 
     def add_step(self, iteration: int, step: Results, turns: range) -> None:
         """Copy the results of an iteration from those of a call with one step, whose inputs are uploaded now."""
-        for index, buffer in {**self._outputs, **self._written}.items():
-            buffer.add_step(
-                iteration, step._written[index] if index in self._written else step._outputs[index]
-            )
+        for index, buffer in step.buffers.items():
+            self.buffers[index].add_step(iteration, buffer)
         rows = slice(turns.start * self._counts.replicas, turns.stop * self._counts.replicas)
         for times in (*self.load_started, *self.loaded):
             times[rows] = [perf_counter()] * (rows.stop - rows.start)
 
     def continue_sums(self, earlier: Results) -> None:
         """Set the results with the mode "sum" to those of an earlier part of the call."""
-        for index, buffer in self._outputs.items():
+        for buffer, before in zip(self._outputs, earlier._outputs, strict=True):
             if buffer._mode == "sum":
-                buffer.values.copy_(earlier._outputs[index].values)
+                buffer.values.copy_(before.values)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""
         if anchor.source == "loss_scale":
             return torch.tensor(self.loss_scale)
-        return self._to_host(self._outputs[int(anchor.key)] if anchor.is_output else self.weights[anchor])
-
-    def buffers(self) -> dict[int | Anchor, ResultBuffer]:
-        """Return all buffers, by index of the result or anchor of the weight."""
-        return {**self._outputs, **self._written, **self.weights}
+        return self._to_host(self.buffers[int(anchor.key) if anchor.is_output else anchor])
 
     def parts(self) -> list[tuple[int | Anchor, int, Tensor]]:
         """Return each result, as in `buffers`, with each replica that has rows of it, and these rows, as a view. Of an
@@ -181,18 +175,18 @@ class Results:
         groups = [firsts[group] for group in sorted(firsts)]
         return [
             (result, replica, buffer.values[number :: len(owners)])
-            for result, buffer in self.buffers().items()
+            for result, buffer in self.buffers.items()
             for owners in [groups if result in self._written else replicas]
             for number, replica in enumerate(owners)
         ]
 
     def rows(self, anchor: Anchor) -> Tensor:
         """Return the values of an anchored output, of their own type, on the CPU: each value is a row."""
-        return self._outputs[int(anchor.key)].values.cpu()
+        return self.buffers[int(anchor.key)].values.cpu()
 
     def outputs(self, count: int | None = None) -> list[Tensor]:
         """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
-        return [*map(self._to_host, [*self._outputs.values()][:count])]
+        return [*map(self._to_host, self._outputs[:count])]
 
     def _to_host(self, buffer: ResultBuffer) -> Tensor:
         """Return a buffer's values on the CPU; float64 values stay so if the model has weights of float64."""
@@ -203,7 +197,7 @@ class Results:
 
     def times(self, count: int) -> list[list[list[float]]]:
         """Return when the loads of each input began and ended, and the copies of each of the first `count` outputs."""
-        buffers = [*self._outputs.values()][:count]
+        buffers = self._outputs[:count]
         of_outputs = map(attrgetter("started"), buffers), map(attrgetter("finished"), buffers)
         return [self.load_started, self.loaded, *map(list, of_outputs)]
 
@@ -213,15 +207,13 @@ class Results:
             own[:] = map(max, own, theirs)
 
     def _times(self) -> list[list[float]]:
-        spans = [span for buffer in self.buffers().values() for span in (buffer.started, buffer.finished)]
+        spans = [span for buffer in self.buffers.values() for span in (buffer.started, buffer.finished)]
         return [*self.load_started, *self.loaded, *spans]
 
     def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""
-        if not self._written:
-            return {}
-        inputs = {int(self._signature.results[index].key): buffer for index, buffer in self._written.items()}
-        return {index: buffer.values.flatten(0, 1).cpu() for index, buffer in inputs.items()}
+        results = self._signature.results
+        return {int(results[i].key): self.buffers[i].values.flatten(0, 1).cpu() for i in self._written}
 
 
 class Stopped(Exception):

@@ -16,7 +16,7 @@ from .call import Commit
 from .devices import Transfer
 from .instances.all_reduce import TreeNode, sum_siblings, tree_sum
 from .instances.connections import PeerFailed
-from .mailbox import Arrivals, MessageKey
+from .mailbox import Arrivals, Mailbox, MessageKey
 
 
 class Meetings:
@@ -76,7 +76,7 @@ class _Meeting:
     is_over: bool = False
 
 
-class DeviceMailbox:
+class DeviceMailbox(Mailbox):
     """The mailbox of a device that runs these replicas at a place, for messages of other devices of this process."""
 
     def __init__(
@@ -102,10 +102,6 @@ class DeviceMailbox:
         """Send values to a place without waiting."""
         other = next(mail for mail in self._row if mail.place == place)
         other.arrivals.add(key, [Transfer(value, other.device) for value in values])
-
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message or a failure can be taken; if not, `wake` is called when it can."""
-        return self.arrivals.has(key, wake)
 
     def take(self, key: MessageKey) -> Sequence[Tensor]:
         """Start to copy the values of a message, and return the copies; raise the error if a device has failed."""

@@ -21,38 +21,6 @@ MessageKey = tuple[int, int, int]  # the index of the row that sends, its own in
 _WHAT = "values of another ipu"  # the purpose of waits, for warnings
 
 
-class Mailbox(Protocol):
-    """The messages that arrive at a place, and the meetings of all places. That of a device also has `all_reduce`."""
-
-    def begin_step(self) -> None:
-        """Begin a step: from now on messages of the step may arrive."""
-
-    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
-        """Send values to a place without waiting. The receiver gets equal strides, and the same offset from a multiple
-        of 64 bytes, because kernels choose by both. The values must not change before the next `commit_together`."""
-
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
-        all can, and `take` raises the error."""
-        ...
-
-    def take(self, key: MessageKey) -> Sequence[Tensor]:
-        """Return the values of a message, and forget it."""
-        ...
-
-    def sum(self, values: Tensor) -> None:
-        """Sum values over all places, in place. All places must call it."""
-
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
-        """Overwrite each tensor by that of its owner: a place and a local replica. All places must call it."""
-
-    def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
-
-    def abort(self, why: str) -> None:
-        """End the waits of all places, which raise an error."""
-
-
 class Arrivals:
     """The messages of a step that have arrived, and the receives that wait for one."""
 
@@ -90,7 +58,41 @@ class Arrivals:
             return self._messages.pop(key)
 
 
-class ProcessMailbox:
+class Mailbox(Protocol):
+    """The messages that arrive at a place, and the meetings of all places. That of a device also has `all_reduce`."""
+
+    arrivals: Arrivals
+
+    def begin_step(self) -> None:
+        """Begin a step: from now on messages of the step may arrive."""
+
+    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
+        """Send values to a place without waiting. The receiver gets equal strides, and the same offset from a multiple
+        of 64 bytes, because kernels choose by both. The values must not change before the next `commit_together`."""
+
+    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
+        all can, and `take` raises the error."""
+        return self.arrivals.has(key, wake)
+
+    def take(self, key: MessageKey) -> Sequence[Tensor]:
+        """Return the values of a message, and forget it; raise the error if a peer has failed."""
+        return self.arrivals.take(key)
+
+    def sum(self, values: Tensor) -> None:
+        """Sum values over all places, in place. All places must call it."""
+
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
+        """Overwrite each tensor by that of its owner: a place and a local replica. All places must call it."""
+
+    def commit_together(self, commit: Callable[[], None]) -> None:
+        """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
+
+    def abort(self, why: str) -> None:
+        """End the waits of all places, which raise an error."""
+
+
+class ProcessMailbox(Mailbox):
     """The mailbox of a process whose replica spans several processes: each message is a header of a fixed size, then
     the memory of each value as it lies. A thread for each peer receives the messages of a step."""
 
@@ -114,16 +116,16 @@ class ProcessMailbox:
         self._sending: SimpleQueue[tuple[Message, Tensor] | None] = SimpleQueue()
         self._failures: list[BaseException] = []  # of these messages
         self._sender = TorchThread(self._await_sends, self._sending, self._failures)
-        self._arrivals = Arrivals()
+        self.arrivals = Arrivals()
 
     def begin_step(self) -> None:
         """Start to receive the messages of a step, and to wait for those that are sent."""
         self._sending.put(None)  # ends the thread of a step that failed
-        self._arrivals, self._sending, self._failures = Arrivals(), SimpleQueue(), []
+        self.arrivals, self._sending, self._failures = Arrivals(), SimpleQueue(), []
         self._sender = TorchThread(self._await_sends, self._sending, self._failures)
         self._sender.start()
         for peer, count in self._expected.items():
-            TorchThread(self._receive_messages, self._arrivals, peer, count).start()
+            TorchThread(self._receive_messages, self.arrivals, peer, count).start()
 
     def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
         """Start to send a header, and the memory of each value."""
@@ -167,14 +169,6 @@ class ProcessMailbox:
                 arrivals.add(tuple(key), values)
         except BaseException as error:  # whatever it is, the receives raise it
             arrivals.fail(error)
-
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message or a failure can be taken; if not, `wake` is called when it can."""
-        return self._arrivals.has(key, wake)
-
-    def take(self, key: MessageKey) -> Sequence[Tensor]:
-        """Return the values of a message; raise the error if a peer has failed."""
-        return self._arrivals.take(key)
 
     def sum(self, values: Tensor) -> None:
         """Sum values over all processes, in place."""

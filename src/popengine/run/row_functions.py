@@ -136,7 +136,7 @@ class RowFunctions:
             for replica, values in enumerate(self.state.values):
                 for iteration in iterations if self.settings.runs_replica(replica) else ():
                     value = values[self.state.slot_of[anchor.key]]
-                    call.results.weights[anchor].put(iteration, replica, value)
+                    call.results.buffers[anchor].put(iteration, replica, value)
 
     def _place_of(self, result: int | Anchor) -> Place:
         """Return the place that has a result: that of the row that stores it, or that of the weight's ipu."""
@@ -156,7 +156,7 @@ class RowFunctions:
             self.mail.share([values for *_, values in parts], owners)
         first = min(self.plan.places.values(), default=self.settings.place)
         if self.state.has_queue and self.settings.place == first and self.settings.runs_replica(0):
-            for buffer in call.results.buffers().values():  # these results are returned
+            for buffer in call.results.buffers.values():  # these results are returned
                 buffer.start_download()
 
     def _end_updates(self, call: EngineCall, _: int) -> None:

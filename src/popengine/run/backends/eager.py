@@ -77,9 +77,8 @@ def direct_function(operation: OpOverload) -> Callable[..., Any]:
 
 def build(
     piece: Piece,
-    call: Callable[
-        [OpOverload], Callable[..., Any]
-    ] = direct_function,  # returns what the source calls for it
+    # Returns what the source calls for an operation.
+    call: Callable[[OpOverload], Callable[..., Any]] = direct_function,
     device: torch.device = CPU,
     after: str = "",  # a statement for the source, before the first operation and after each one: "; tick()"
     **more: Any,  # further global variables of the source
