@@ -252,12 +252,6 @@ class Plan:
         """Return whether a row runs at another place than `place`. Rows without an ipu run at each place."""
         return self.places.get(self.tasks[row].ipu, place) != place
 
-    def sender_of(self, row: int) -> int:
-        """Return the row "send" of the message that a row "receive" awaits."""
-        channel = self.tasks[row].instructions[0].channel
-        sends = (edge.row for edge in self.tasks[row].after if self.tasks[edge.row].kind == "send")
-        return next(send for send in sends if self.tasks[send].instructions[0].channel == channel)
-
     def state_at(self, place: Place) -> dict[int, tuple[str, ...]]:
         """Return the slots of each ipu at a place."""
         return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}

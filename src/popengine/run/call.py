@@ -252,15 +252,11 @@ class Commit:
         self.is_stopping, self._wait, self._abort = False, wait, abort
         self.state = "open"
 
-    def stop(self) -> None:
-        """Request that the call ends: a step that is committed runs to its end."""
-        self.is_stopping = True
-
     def settle(self) -> None:
         """Wait until no call runs; first stop one that an interrupt has left running, and wake the peers. A step that
         is committed runs to its end."""
         if self._wait is not None and self.state in ("open", "committed"):
-            self.stop()
+            self.is_stopping = True
             if self._abort is not None and self.state == "open":
                 self._abort(f"was interrupted at {self.name}")
             while True:

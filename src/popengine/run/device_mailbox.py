@@ -58,7 +58,7 @@ class Meetings:
         """Stop calls: in a meeting all commit, or none."""
         with self._changed:
             for commit in commits:
-                commit.stop()
+                commit.is_stopping = True
 
     def abort(self, why: str) -> None:
         """End the waits of all devices, which raise PeerFailed."""

@@ -17,7 +17,7 @@ from .instances.all_reduce import AllReduce
 from .instances.connections import Message, Tag, TorchThread
 from .instances.process_group import ProcessGroup
 
-MessageKey = tuple[int, int, int]  # the index of the row that sends, its own index (micro-batch), the replica
+MessageKey = tuple[str, int, int]  # the channel, the index (micro-batch) of the row that sends, the replica
 _WHAT = "values of another ipu"  # the purpose of waits, for warnings
 
 
@@ -110,7 +110,7 @@ class ProcessMailbox(Mailbox):
                     peer = self._ranks[plan.places[task.instructions[0].peer].process]
                     once = 1 if task.once else settings.counts.replicas
                     self._expected[peer] += once * (plan.micro_batches if task.index == "micro_batch" else 1)
-        self._header_size = 128 + 384 * names  # bytes
+        self._header_size = 256 + 384 * names  # bytes
         self._lock = threading.Lock()  # keeps the parts of a message together
         # Messages of this step, each with the memory that is sent; None ends the thread that frees it.
         self._sending: SimpleQueue[tuple[Message, Tensor] | None] = SimpleQueue()

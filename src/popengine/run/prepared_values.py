@@ -27,11 +27,8 @@ class PreparedValues:
     def values_for(self, piece: int) -> dict[str, Tensor]:
         """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and micro-batch:
         a value is computed at its first use in a step, and dropped at its last."""
-        names = self._names[piece]
-        if not names:
-            return {}
         with self._lock:
-            return {name: self._value(name) for name in names}
+            return {name: self._value(name) for name in self._names[piece]}
 
     def _value(self, name: str) -> Tensor:
         """Return the prepared value `name` for one use."""

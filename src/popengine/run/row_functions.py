@@ -45,8 +45,6 @@ class RowFunctions:
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.mail = mail  # None: all ipus are at one place, and all replicas are here
-        receives = (row for row, task in enumerate(plan.tasks) if task.kind == "receive")
-        self._senders = {row: plan.sender_of(row) for row in receives}
         replicas = range(settings.counts.replicas)
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
@@ -249,8 +247,8 @@ class RowFunctions:
     # ---- messages --------------------------------------------------------------------------------------------
 
     def message_key(self, row: int, index: int, replica: int) -> MessageKey:
-        """Return the key of a message to receive."""
-        return self._senders[row], index, replica
+        """Return the key of the message that a row sends or receives."""
+        return self.plan.tasks[row].instructions[0].channel, index, replica
 
     def _send(self, row: int, replica: int, _: EngineCall, index: int) -> None:
         """Send the values that a row "send" names to another place."""
@@ -258,7 +256,7 @@ class RowFunctions:
         message = (task := self.plan.tasks[row]).instructions[0]
         source = self.state.values[replica] if task.index == "step" else self.frames[replica][index]
         values = [source[name] for name in message.names]
-        self.mail.send(self.plan.places[message.peer], (row, index, replica), values)
+        self.mail.send(self.plan.places[message.peer], self.message_key(row, index, replica), values)
         for name in task.frees:
             del source[name]
 
