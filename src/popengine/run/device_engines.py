@@ -43,8 +43,7 @@ class DeviceEngines(Engine):
         self.plan, self.settings, self.train_state = plan, settings, train_state
         self._meetings = Meetings()
         self._engines: list[Engine] = []
-        # Copies of the optimizer state, for each engine of other replicas than replica 0; and what they are copies of.
-        self._states: dict[Engine, dict[Any, OptimizerState]] = {}
+        # Of the user's optimizer state, of which engines of other replicas than replica 0 have copies.
         self._stamps: dict[tuple[Any, str], VersionStamp] = {}
         shifts = plan.shifts or (0,) * settings.counts.replicas
         for shift in dict.fromkeys(shifts):
@@ -55,10 +54,7 @@ class DeviceEngines(Engine):
                 self._meetings.mail.append(mail)
                 own, state = replace(settings, place=place, replicas=replicas), copy.copy(train_state)
                 state.optimizer = state.optimizer if 0 in replicas else SimpleNamespace(state={})
-                engine = Engine(plan, own, state, mail.device, mail, find_constants)
-                self._engines.append(engine)
-                if 0 not in replicas:
-                    self._states[engine] = {}
+                self._engines.append(Engine(plan, own, state, mail.device, mail, find_constants))
         used = [engine.state.device for engine in self._engines]
         self._accelerator = next(device for device in used if devices.has_queue(device))
         self._parts = [part for engine in self._engines for part in engine._parts]
@@ -108,6 +104,7 @@ class DeviceEngines(Engine):
         lock = _LockOfAll(self.train_state.commit.lock)
         self.train_state.commit.check_not_lost()
         for engine in self._engines:  # those of replica 0 first, which move the user's tensors
+            copies = engine.state.train_state.optimizer.state
             own = engine.state.train_state = copy.copy(self.train_state)
             own.commit, own.loss_factor = Commit(), self.train_state.loss_factor.clone()
             own.commit.lock, own.commit.complete_calls = lock, self.train_state.commit.complete_calls
@@ -115,10 +112,8 @@ class DeviceEngines(Engine):
             # `bind` compares those of replica 0 with the model's, and then overwrites them.
             for first in own.buffers[:1]:
                 first.update({key: value.clone() for key, value in first.items()})
-            if engine in self._states:
-                copies = self._copies_of_optimizer(self._states[engine])
-                self._states[engine] = copies
-                own.optimizer = SimpleNamespace(state=copies)
+            if not engine.settings.runs_replica(0):
+                own.optimizer = SimpleNamespace(state=self._copies_of_optimizer(copies))
             engine.state.bind(hyper)
 
     def _user_states(self) -> list[tuple[Any, str, Tensor]]:
@@ -156,7 +151,7 @@ class DeviceEngines(Engine):
             sums, buffers = (ChainMap(*each) for each in zip(*held, strict=True))
             self.train_state.held = dict(sums), dict(buffers)
         # Updates have changed the user's state and the copies in the same way.
-        states_now = self._user_states() if self._states else ()
+        states_now = self._user_states() if self.plan.shifts else ()
         self._stamps = {(parameter, name): version_stamp(value) for parameter, name, value in states_now}
         for replica, buffers in enumerate(first.buffers):
             merged = dict(buffers)

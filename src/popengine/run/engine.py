@@ -29,7 +29,7 @@ from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weight
 from .instances.process_group import group_of_size
 from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
-from .recorder import EngineRecorder, Recorder
+from .recorder import Recorder
 from .row_functions import RowFunctions
 from .state import State
 from .train_state import OptimizerState, TrainState, write
@@ -149,18 +149,17 @@ class Engine:
             self._group.barrier(name, self._fingerprint(hyper, inputs))
         steps = self.settings.counts.iterations if self.settings.training else 1
         threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
-        calls, recorders = list[EngineCall](), list[EngineRecorder | None]()
-        for number, (state, _, cores) in enumerate(self._parts):
+        calls = list[EngineCall]()
+        for state, *_ in self._parts:
             results = Results(self.plan.partition.signature, self.settings, state.device, len(inputs))
             batches, own = self._split_into_micro_batches(inputs, state.device), state.train_state.commit
             calls.append(EngineCall(batches, results, hyper, threads, own))
-            recorders.append(None if recorder is None else recorder.engine(number, cores))
             if own is not commit:  # of one device of several
                 own.begin(name, steps, wait, None)
         commit.begin(name, steps, wait, abort)
         try:
-            for part, call, own in zip(self._parts, calls, recorders, strict=True):
-                part.queue.start(call, own)
+            for number, (_, queue, cores) in enumerate(self._parts):
+                queue.start(calls[number], None if recorder is None else recorder.engine(number, cores))
             wait()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C
