@@ -360,16 +360,12 @@ class State:
             for users, own in pairs:
                 write(users, own)
         if len(self.values) > 1:
-            self.share_buffers()
+            for replica, values in enumerate(self.values):
+                for name in self._changed if self.settings.runs_replica(replica) else ():
+                    self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
         seed, step = self.train_state.random_state
         self.train_state.random_state = seed, step + 1
         self.train_state.updates += self.settings.training
-
-    def share_buffers(self) -> None:
-        """Copy the buffers of all replicas to `train_state`."""
-        for replica, values in enumerate(self.values):
-            for name in self._changed if self.settings.runs_replica(replica) else ():
-                self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
