@@ -150,12 +150,12 @@ class Engine:
         steps = self.settings.counts.iterations if self.settings.training else 1
         threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
         calls = list[EngineCall]()
-        for state, *_ in self._parts:
+        for state, queue, _ in self._parts:
             results = Results(self.plan.partition.signature, self.settings, state.device, len(inputs))
             batches, own = self._split_into_micro_batches(inputs, state.device), state.train_state.commit
             calls.append(EngineCall(batches, results, hyper, threads, own))
             if own is not commit:  # of one device of several
-                own.begin(name, steps, wait, None)
+                own.begin(name, steps, queue.wait_until_idle, None)
         commit.begin(name, steps, wait, abort)
         try:
             for number, (_, queue, cores) in enumerate(self._parts):
