@@ -88,8 +88,7 @@ class DeviceEngines(Engine):
 
     def _stop(self, why: str) -> None:
         """Stop the calls of all engines: all have committed their step by then, or none will."""
-        self._meetings.stop([part.state.train_state.commit for part in self._parts])
-        self._meetings.abort(why)
+        self._meetings.abort(why, [part.state.train_state.commit for part in self._parts])
 
     # ---- state ---------------------------------------------------------------------------------------------
 

@@ -54,15 +54,11 @@ class Meetings:
                 raise PeerFailed(self._failure)
         return meeting.result
 
-    def stop(self, commits: Sequence[Commit]) -> None:
-        """Stop calls: in a meeting all commit, or none."""
+    def abort(self, why: str, commits: Sequence[Commit] = ()) -> None:
+        """End the waits of all devices, which raise PeerFailed. Stop calls: in a meeting all commit, or none."""
         with self._changed:
             for commit in commits:
                 commit.is_stopping = True
-
-    def abort(self, why: str) -> None:
-        """End the waits of all devices, which raise PeerFailed."""
-        with self._changed:
             self._failure = self._failure or why
             self._changed.notify_all()
         for mail in self.mail:
