@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import poptorch
-from popengine.programs import drawn_schedule, programs
+from popengine.schedules import drawn_schedule
 
 
 class Net(nn.Module):
@@ -92,12 +92,6 @@ def main() -> None:
         for row, task in enumerate(plan.tasks)
     ]
     show("tasks: the table of a step", "\n".join(rows))
-    instructions = [(x, m) for row, m in programs(plan)[1] for x in plan.tasks[row].instructions]
-    program = "\n".join(
-        f"{number:2} {instruction.kind} {', '.join(instruction.names)}, micro-batch {micro_batch}"
-        for number, (instruction, micro_batch) in enumerate(instructions[:12])
-    )
-    show("how the program of ipu 1 begins, as a profile shows it", program)
 
     show("a call: all of it, five micro-batches and the update", f"loss {executor(*batch()).item():.4f}")
 

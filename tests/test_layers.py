@@ -24,7 +24,7 @@ VALUES = {
     "popengine.operations",
     "popengine.order",
     "popengine.piece",
-    "popengine.programs",
+    "popengine.schedules",
     "popengine.stages",
     "popengine.texts",
 }

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from popengine.programs import programs
+from popengine.order import order_named, timeline
 from popengine.run.call import EngineCall
 from popengine.run.ready_queue import ReadyQueue, StepTasks
+from popengine.schedules import actions
 
 
 def give_each_ipu_a_core(executor: Any) -> None:
     """Let each ipu of a compiled executor of one replica run its own tasks, one at a time, in a thread of its own."""
-    queue: ReadyQueue = executor._plans.engine._queue
+    queue: ReadyQueue = executor._plans.engine._parts[0].queue
     lanes: list[list[int]] = []
 
     def run_step(queue: ReadyQueue, call: EngineCall) -> None:
@@ -60,8 +61,12 @@ def _lanes(tasks: StepTasks, plan: Any) -> list[list[int]]:
         key = task.row, task.index if plan.tasks[task.row].index == "micro_batch" else -1
         numbers[key].append(number)
     found = []
-    for ipu, program in sorted(programs(plan).items()):
-        in_program = {row for row, _ in program if plan.tasks[row].kind not in ("copy", "update")}
+    actions_of_plan, rows_of = actions(plan)
+    order, times = timeline(actions_of_plan, plan.micro_batches, order_named(plan.order))
+    rows = [(row, order[i][1]) for i in times.order for row in rows_of[order[i][0]]]
+    for ipu in sorted(set(plan.partition.ipus)):
+        program = [(row, micro_batch) for row, micro_batch in rows if plan.tasks[row].ipu == ipu]
+        in_program = {row for row, _ in program}
         lane = [number for key in program if key[0] in in_program for number in numbers[key]]
         whole = [
             number

@@ -28,7 +28,7 @@ from ..profile import (
     Tensor,
     Tick,
 )
-from ..programs import actions
+from ..schedules import actions
 from ..settings import Place, Settings
 from ..torch_private import storage_id
 from .partition import AGAIN

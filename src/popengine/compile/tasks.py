@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Task, TaskKind
-from ..programs import bounds_of_rows
+from ..schedules import bounds_of_rows
 from ..settings import Place, Settings
 from ..update.optimizer_rules import RULES
 

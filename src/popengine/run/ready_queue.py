@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..order import After, StepActions, order_named, simulate, timeline
-from ..programs import actions, bounds_of_rows
+from ..schedules import actions, bounds_of_rows
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep

@@ -22,8 +22,8 @@ from popengine.compile.describe import profiled_instructions
 from popengine.drawing import schedule_svg
 from popengine.errors import CaptureError, Error, PartitionError
 from popengine.ir import Graph, Plan
-from popengine.programs import SimulatedStep, drawn_schedule, simulate_step
 from popengine.run.devices import core_count
+from popengine.schedules import SimulatedStep, drawn_schedule, simulate_step
 from popengine.settings import Place, Settings
 from popengine.texts import counted
 

@@ -12,8 +12,8 @@ from engine_models import Net, enter, graph_of, stages
 from torch import nn
 
 from popengine.compile import compile_graph
-from popengine.order import ORDERS, After, timeline
-from popengine.programs import actions, programs
+from popengine.order import ORDERS, After, order_named, timeline
+from popengine.schedules import actions
 from popengine.settings import Counts, Optimizer, Settings
 
 
@@ -26,6 +26,18 @@ def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, ki
         optimizer=Optimizer(kind, {}) if training else None,
     )
     return compile_graph(graph, settings)
+
+
+def programs(plan):
+    """(row, micro-batch) of the rows that each ipu runs in a step, in order, if each ipu is a device of its own and
+    each action takes one tick. The micro-batch is -1 for a row of the whole step."""
+    found, rows_of = actions(plan)
+    tasks, times = timeline(found, plan.micro_batches, order_named(plan.order))
+    is_first = [task.kind in ("copy", "send", "receive") and not task.phase for task in plan.tasks]
+    rows = [(row, -1) for row, task in enumerate(plan.tasks) if is_first[row]]
+    rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
+    rows += [(row, -1) for row, task in enumerate(plan.tasks) if task.kind == "update"]
+    return {ipu: [x for x in rows if plan.tasks[x[0]].ipu == ipu] for ipu in sorted(set(plan.partition.ipus))}
 
 
 def instructions_of(plan, program):

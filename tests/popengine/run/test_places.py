@@ -17,9 +17,9 @@ from popengine.errors import RunError
 from popengine.ir import After
 from popengine.order import ORDERS, order_named, timeline
 from popengine.places import uncovered_edges, unordered_reads
-from popengine.programs import actions
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState, has_same_bits
+from popengine.schedules import actions
 from popengine.settings import Counts, Optimizer, Place, Settings
 
 TWO, FOUR = (0, 1, 1, 1), (0, 1, 2, 3)

@@ -12,9 +12,9 @@ from small_engines import LAYOUTS, assert_same, batch_for, engine_of, rates, tra
 from popengine.compile import compile_graph
 from popengine.errors import RunError
 from popengine.order import ORDERS, timeline
-from popengine.programs import actions
 from popengine.run import ready_queue
 from popengine.run.recorder import Recorder
+from popengine.schedules import actions
 from popengine.settings import Counts, Settings, StagePlan, Strategy
 
 

@@ -1,7 +1,4 @@
-"""The actions of a plan, and each ipu's program of instructions, as if each ipu were a device of its own.
-
-Profiles and drawings number the instructions by these programs.
-"""
+"""The actions of a plan, and the schedule of a step, as if each ipu were a device of its own."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -39,25 +36,6 @@ def bounds_of_rows(plan: Plan, cores: int) -> Iterator[tuple[int, After]]:
         for row in own:
             if not any(edge.row in own and not edge.behind for edge in plan.tasks[row].after):
                 yield from ((row, bound._replace(row=computing[bound.row][-1])) for bound in bounds)
-
-
-def programs(plan: Plan) -> dict[int, list[tuple[int, int]]]:
-    """Return each ipu's program: by ipu, (row, micro-batch) of the rows that it runs in a step, in order.
-
-    Each ipu is a device of its own, and each action takes one tick. The micro-batch is -1 for a row of the whole step.
-    """
-    found, rows_of = actions(plan)
-    tasks, times = timeline(found, plan.micro_batches, order_named(plan.order))
-    at_start = (
-        r for r, task in enumerate(plan.tasks) if task.kind in ("copy", "send", "receive") and not task.phase
-    )
-    rows = [(row, -1) for row in at_start]
-    rows += [(row, tasks[i][1]) for i in times.order for row in rows_of[tasks[i][0]]]
-    rows += [(r, -1) for r, task in enumerate(plan.tasks) if task.kind == "update"]
-    made: dict[int, list[tuple[int, int]]] = {ipu: [] for ipu in sorted(set(plan.partition.ipus))}
-    for row, micro_batch in rows:
-        made[plan.tasks[row].ipu].append((row, micro_batch))
-    return made
 
 
 def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
