@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from ..ir import Plan
-from ..profile import KeptBytes
 from ..settings import Hyper, Place, Settings
 from . import devices
 from .call import Commit, Results
@@ -154,15 +153,12 @@ class DeviceEngines(Engine):
         self._stamps = {(parameter, name): version_stamp(value) for parameter, name, value in states_now}
         for replica, buffers in enumerate(first.buffers):
             merged = dict(buffers)
-            for engine in self._engines_of(replica):
+            for engine in self._engines:
                 own = engine.state.train_state.buffers[replica]
-                merged |= {key: own[key] for key in engine.state.changed_keys & own.keys()}
+                if engine.settings.runs_replica(replica):
+                    merged |= {key: own[key] for key in engine.state.changed_keys & own.keys()}
             first.buffers[replica] = merged
         self.train_state.buffers = first.buffers
-
-    def _engines_of(self, replica: int) -> list[Engine]:
-        """Return the engines that run a replica, by place."""
-        return [engine for engine in self._engines if engine.settings.runs_replica(replica)]
 
     def devices_and_ipus(self) -> list[tuple[str, list[int], list[int]]]:
         """Return the device of each engine, with its ipus and replicas."""
@@ -170,12 +166,6 @@ class DeviceEngines(Engine):
             (str(e.state.device), [*self.plan.state_at(e.settings.place)], [*e.settings.replicas])
             for e in self._engines
         ]
-
-    def memory(self, replica: int, ipu: int) -> KeptBytes:
-        """Return the bytes that an ipu keeps."""
-        place = self.plan.places.get(ipu, Place())
-        engine = next(each for each in self._engines_of(replica) if each.settings.place == place)
-        return engine.memory(replica, ipu)
 
 
 class _LockOfAll:

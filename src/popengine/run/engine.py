@@ -272,7 +272,9 @@ class Engine:
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu keeps (`kept_bytes`)."""
-        return kept_bytes(self.state, replica, ipu)
+        states = (state for state, *_ in self._parts if state.settings.runs_replica(replica))
+        here = (s for s in states if self.plan.places.get(ipu, s.settings.place) == s.settings.place)
+        return kept_bytes(next(here), replica, ipu)
 
 
 def kept_bytes(state: State, replica: int, ipu: int) -> KeptBytes:
