@@ -18,11 +18,11 @@ from popengine.schedules import actions
 
 def give_each_ipu_a_core(executor: Any) -> None:
     """Let each ipu of a compiled executor of one replica run its own tasks, one at a time, in a thread of its own."""
-    queue: ReadyQueue = executor._plans.engine._parts[0].queue
+    queue: ReadyQueue = executor._plans.engine._queues[0]
     lanes: list[list[int]] = []
 
     def run_step(queue: ReadyQueue, call: EngineCall) -> None:
-        rows = queue._rows
+        rows = queue.rows
         if not lanes:
             queue._table = StepTasks(rows, len(set(rows.plan.partition.ipus)))
             lanes.extend(_lanes(queue._table, rows.plan))

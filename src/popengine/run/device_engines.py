@@ -56,7 +56,7 @@ class DeviceEngines(Engine):
                 self._engines.append(Engine(plan, own, state, mail.device, mail, find_constants))
         used = [engine.state.device for engine in self._engines]
         self._accelerator = next(device for device in used if devices.has_queue(device))
-        self._parts = [part for engine in self._engines for part in engine._parts]
+        self._queues = [engine._queues[0] for engine in self._engines]
         self._group = self._sums = None
         self._has_warned = False
         train_state.engines += 1
@@ -81,13 +81,13 @@ class DeviceEngines(Engine):
 
     def _wait_until_idle(self) -> None:
         """Wait until no engine runs a call, and take over what the call has changed."""
-        for part in self._parts:
-            part.queue.wait_until_idle()
+        for queue in self._queues:
+            queue.wait_until_idle()
         self._take_state()
 
     def _stop(self, why: str) -> None:
         """Stop the calls of all engines: all have committed their step by then, or none will."""
-        self._meetings.abort(why, [part.state.train_state.commit for part in self._parts])
+        self._meetings.abort(why, [engine.state.train_state.commit for engine in self._engines])
 
     # ---- state ---------------------------------------------------------------------------------------------
 

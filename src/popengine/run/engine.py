@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,14 +41,6 @@ _OVERFLOW = (
     "  fix: a smaller loss_scaling; or options.Training.setAutomaticLossScaling(True), which leaves such updates out\n"
     "  where it is made: options.Precision.enableFloatingPointExceptions(True) names the operation"
 )
-
-
-class EnginePart(NamedTuple):
-    """What runs a plan's rows of one device."""
-
-    state: State
-    queue: ReadyQueue
-    cores: int
 
 
 class Engine:
@@ -112,9 +104,8 @@ class Engine:
             codes = inductor.load_pieces(plan.partition, device)
         self._sums = self._group if several else None
         self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
-        cores //= per_operation  # that run tasks
-        queue = ReadyQueue(self._rows, cores, per_operation)
-        self._parts = [EnginePart(self.state, queue, cores)]
+        queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
+        self._queues = [queue]  # one for each device
         # Of `Commit.begin`.
         self._wait_and_abort: Any = queue.wait_until_idle, None if peers is None else peers.abort
         self._close = weakref.finalize(self, queue.close)
@@ -150,7 +141,8 @@ class Engine:
         steps = self.settings.counts.iterations if self.settings.training else 1
         threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
         calls = list[EngineCall]()
-        for state, queue, _ in self._parts:
+        for queue in self._queues:
+            state = queue.rows.state
             results = Results(self.plan.partition.signature, self.settings, state.device, len(inputs))
             batches, own = self._split_into_micro_batches(inputs, state.device), state.train_state.commit
             calls.append(EngineCall(batches, results, hyper, threads, own))
@@ -158,8 +150,8 @@ class Engine:
                 own.begin(name, steps, queue.wait_until_idle, None)
         commit.begin(name, steps, wait, abort)
         try:
-            for number, (_, queue, cores) in enumerate(self._parts):
-                queue.start(calls[number], None if recorder is None else recorder.engine(number, cores))
+            for number, queue in enumerate(self._queues):
+                queue.start(calls[number], None if recorder is None else recorder.engine(number, queue.cores))
             wait()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C
@@ -272,7 +264,7 @@ class Engine:
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu keeps (`kept_bytes`)."""
-        states = (state for state, *_ in self._parts if state.settings.runs_replica(replica))
+        states = [queue.rows.state for queue in self._queues if queue.rows.settings.runs_replica(replica)]
         here = (s for s in states if self.plan.places.get(ipu, s.settings.place) == s.settings.place)
         return kept_bytes(next(here), replica, ipu)
 

@@ -159,8 +159,8 @@ class StepTasks:
 class ReadyQueue:
     """The threads that run calls, each operation with so many threads, and the queues from which they take tasks."""
 
-    def __init__(self, rows: RowFunctions, threads: int, threads_per_operation: int) -> None:
-        self._rows, self._threads, self._threads_per_operation = rows, threads, threads_per_operation
+    def __init__(self, rows: RowFunctions, cores: int, threads_per_operation: int) -> None:
+        self.rows, self.cores, self._threads_per_operation = rows, cores, threads_per_operation
         self._table: StepTasks | None = None  # made for the first step
         self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
         self._tasks: StepTasks  # of the running step
@@ -176,12 +176,12 @@ class ReadyQueue:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._is_shared = False  # whether cores other than core 0 take tasks
-        self._measured_count, self._spent = 2 * JUDGED if threads == 1 else 0, 0.0
+        self._measured_count, self._spent = 2 * JUDGED if cores == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
         communicates = rows.mail or (rows.settings.training and rows.settings.counts.instances > 1)
         sender = [_SENDER] if communicates else []
         self._all = [threading.Thread(target=self._serve_engine_calls, name="core 0", daemon=True)]
-        for core in [*range(1, threads), *sender]:
+        for core in [*range(1, cores), *sender]:
             work = partial(self._run_tasks_until_closed, core)
             self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
         for thread in self._all:
@@ -224,12 +224,12 @@ class ReadyQueue:
             error: BaseException | None = None
             try:
                 torch.set_num_threads(self._threads_per_operation)
-                with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
+                with torch.inference_mode(), devices.as_current_device(self.rows.state.device):
                     try:
                         self._run_steps(call)
                     finally:
-                        self._rows.clear()
-                        self._rows.state.end_call()
+                        self.rows.clear()
+                        self.rows.state.end_call()
                 if self._threads_per_operation > 1:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
@@ -241,20 +241,20 @@ class ReadyQueue:
     def _run_steps(self, call: EngineCall) -> None:
         """Run the steps of a call. Raises the first error of a task; after an interrupt Stopped."""
         while call.commit.done < call.commit.steps:
-            self._rows.begin_step(call)
+            self.rows.begin_step(call)
             self._run_step(call)
-            self._rows.end_step()
+            self.rows.end_step()
             call.commit.finish_step()
-        self._rows.share_results(call)
+        self.rows.share_results(call)
 
     def _run_step(self, call: EngineCall) -> None:
         """Run the tasks of a step; raise the first error."""
-        tasks = self._table = self._table or StepTasks(self._rows, self._threads)
+        tasks = self._table = self._table or StepTasks(self.rows, self.cores)
         recorder = self._recorder
         if self._captured is not None and recorder is None and self._captured.run(tasks, call):
             return
         if recorder is not None:
-            recorder.begin_step(self._rows, len(tasks.all))
+            recorder.begin_step(self.rows, len(tasks.all))
         with self._changed:
             self._call, self._tasks, self._missing = call, tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
@@ -272,7 +272,7 @@ class ReadyQueue:
     def _run_tasks_until_closed(self, core: int) -> None:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
         torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
-        with torch.inference_mode(), devices.as_current_device(self._rows.state.device):
+        with torch.inference_mode(), devices.as_current_device(self.rows.state.device):
             self._run_tasks(core)
 
     def _run_tasks(self, core: int) -> None:
@@ -334,9 +334,9 @@ class ReadyQueue:
         """Add a ready task to the heap of its threads; wake the thread that communicates, but no core. A receive is
         ready when its message is here, so that no core waits for a message."""
         if number in self._tasks.receives:
-            task, mail = self._tasks.all[number], self._rows.mail
+            task, mail = self._tasks.all[number], self.rows.mail
             assert mail is not None
-            key = self._rows.message_key(task.row, task.index, task.replica)
+            key = self.rows.message_key(task.row, task.index, task.replica)
             if not mail.is_here(key, partial(self._add_arrived, number, self._missing)):
                 return
         if self._tasks.all[number].communicates:
@@ -361,7 +361,7 @@ class ReadyQueue:
 
     def _fail_step(self, error: BaseException) -> None:
         """Store a task's error, if the step has none; drop the ready tasks; wake the cores and the peers."""
-        self._rows.wake_peers(error)  # other processes may wait for this one
+        self.rows.wake_peers(error)  # other processes may wait for this one
         with self._changed:
             self._running -= 1
             self._failure = self._failure or error

@@ -51,7 +51,7 @@ def test_layouts_have_the_same_bits(dropout):
 def test_replays_have_the_bits_of_steps_that_are_started_operation_by_operation(options, monkeypatch):
     engine = on_gpu(**options)
     one = trained(engine)
-    assert engine._parts[0].queue._captured._graph is not None
+    assert engine._queues[0]._captured._graph is not None
     monkeypatch.setattr("popengine.run.devices.new_graph", lambda device: None)
     assert_same(one, trained(on_gpu(**options)))
 
