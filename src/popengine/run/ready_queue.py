@@ -77,7 +77,10 @@ class StepTasks:
         self._order = order_named(plan.order)
         self._step = StepActions(tuple(found), plan.micro_batches, cores)
         self._action_of = {row: number for number, own in enumerate(self._rows_of) for row in own}
-        after = self._edges_of_rows()
+        after = [list(task.after) for task in plan.tasks]
+        # The table of several places has the edges by which the order bounds memory.
+        for row, edge in () if plan.places else bounds_of_rows(plan, cores):
+            after[row].append(edge)
         self.all = sorted(
             (
                 BoundTask(row, index, replica, work, rows.communicates(row))
@@ -116,14 +119,6 @@ class StepTasks:
             return 2, task.row, own
         action = self._step.actions[self._action_of[task.row]]
         return row.kind != "sum", self._order.key(self._step, action, task.index), own
-
-    def _edges_of_rows(self) -> list[list[After]]:
-        """Return the edges of each row: those of the table, and those by which the order bounds memory, which the table
-        of several places has already."""
-        found = [list(task.after) for task in self._plan.tasks]
-        for row, edge in () if self._plan.places else bounds_of_rows(self._plan, self._step.cores):
-            found[row].append(edge)
-        return found
 
     def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
         """Return (row, micro-batch, replica) of the gathers over processes, in the one order of all processes."""
