@@ -112,16 +112,16 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
 
     engine._rows.codes[0][:] = map(slow, codes)
 
-    interrupts, wait = [KeyboardInterrupt], ready_queue.ReadyQueue.wait_until_idle
+    interrupts, (wait, abort) = [KeyboardInterrupt], engine._wait_and_abort
 
-    def interrupted(queue):
+    def interrupted():
         if interrupts:
             running.wait(240)
             raise interrupts.pop()
-        wait(queue)
+        wait()
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ready_queue.ReadyQueue, "wait_until_idle", interrupted)
+        patch.setattr(engine, "_wait_and_abort", (interrupted, abort))
         engine.run(batch_for(engine), rates("sgd"))
     assert engine.state.train_state.updates == 0
     engine._rows.codes[0][:] = codes
