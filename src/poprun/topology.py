@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from popengine import environment
+from popengine.texts import table_text
 
 from .command_line import CommandLine, can_run
 
 PORT = 29500  # torchrun's default
-_SHOWN = 16  # replicas that a table shows one by one
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,8 @@ def numa_cores(local_instance: int, instances: int) -> list[int]:
 
 
 def topology_table(request: CommandLine, hosts: Sequence[str]) -> str:
-    """Return the table of hosts, instances and replicas (if they are many: ranges) that poprun prints."""
-    each = max(1, request.replicas // request.instances)
-    replicas = list(map(str, range(request.replicas)))
-    if request.replicas > _SHOWN and each > 1:
-        replicas = [f"{first} to {first + each - 1}" for first in range(0, request.replicas, each)]
-    ilds, instances = (list(map(str, range(count))) for count in (len(hosts), request.instances))
-    rows = {"hosts": hosts, "ILDs": ilds, "instances": instances, "replicas": replicas}
-    if request.instances > request.replicas:
-        launches = [instance_launch(request, request.instances, i) for i in range(request.instances)]
-        rows["ipus"] = [f"{launch.ipus[0]} to {launch.ipus[-1]}" for launch in launches]
-    # Each cell is as wide as the cells of the longest row under it, with their borders.
-    columns = max(map(len, rows.values()))
-    spans = {name: columns // len(cells) for name, cells in rows.items()}
-    # The width of a replica's cell, with one border.
-    width = max(-(-(len(cell) + 3) // spans[name]) for name, cells in rows.items() for cell in cells)
-    lines = []
-    for name, cells in rows.items():
-        wide = spans[name] * width - 1
-        lines.append("|".join(["", "-" * 11, *["-" * wide] * len(cells), ""]))
-        lines.append("|".join(["", f" {name}".ljust(11), *(cell.center(wide) for cell in cells), ""]))
-    total = columns * width + 11
-    title = [f" {'=' * total} ", f"|{'poprun topology'.center(total)}|", f"|{'=' * total}|"]
-    return "\n".join([*title, *lines[1:], f" {'-' * total} "])
+    """Return a table with a row for each instance: its host, replicas and ipus."""
+    count = request.instances
+    shares = [share_text(instance_launch(request, count, instance)) for instance in range(count)]
+    rows = [[str(i), hosts[i * len(hosts) // count], share] for i, share in enumerate(shares)]
+    return table_text([["instance", "host", "runs"], *rows])
