@@ -26,7 +26,7 @@ from .command_line import CommandLine
 from .guard import shell_exit_code
 from .hangs import HangDetector
 from .hosts import CONSEQUENCE, WATCH
-from .nodes import ElasticNode, FixedNode, NodeOfRun
+from .nodes import ElasticNode, NodeOfRun
 from .shared_folder import RunLost
 from .topology import Node, instance_launch, numa_cores, share_text
 
@@ -48,7 +48,7 @@ def run_node(request: CommandLine, description: Node, folder: str) -> int:
     code: int | None = None  # of the last round
     node, is_end = None, False  # after a signal the other nodes may wait for this node to come back
     try:
-        node = (ElasticNode if request.is_elastic else FixedNode)(request, description, folder)
+        node = (ElasticNode if request.is_elastic else NodeOfRun)(request, description, folder)
         while code != 0 and node.wait_for_round():
             code = _run_round(node)
         is_end = True

@@ -1,6 +1,6 @@
 """This node (a poprun) among the nodes of a run: which rounds it starts instances in, and when a round ends.
 
-fixed number of instances    `FixedNode` starts this node's share. It shares nothing with other nodes: who started
+fixed number of instances    `NodeOfRun` starts this node's share. It shares nothing with other nodes: who started
                              them (`hosts.py`, a scheduler) sees their exit codes, ends them and starts them again
 elastic                      `ElasticNode` reads and writes the shared folder, and applies `rounds.decide`
 """
@@ -30,8 +30,9 @@ _RENEWAL = 1.0  # seconds between two writes of a record
 _WARNING_INTERVAL = 60.0  # seconds between two warnings
 
 
-class _BaseNode:
-    """What both kinds of nodes have. `folder` is a temporary folder of this poprun."""
+class NodeOfRun:
+    """A node, which starts its share of a fixed number of instances. If it is the only one, it also restarts them.
+    `folder` is a temporary folder of this poprun."""
 
     def __init__(self, request: CommandLine, node: Node, folder: str) -> None:
         self.request, self.node, self.folder = request, node, folder
@@ -43,10 +44,6 @@ class _BaseNode:
         """Return the path of the file to which an instance of `round` writes the stacks of its threads."""
         return f"{self.folder}/stack-{self.round.number}-{instance}"
 
-
-class FixedNode(_BaseNode):
-    """A node that starts its share of a fixed number of instances. If it is the only one, it also restarts them."""
-
     def store_variables(self) -> dict[str, str]:
         """Return variables for instances: their store, unless instance 0 serves it, and a run's id that is equal on
         all nodes, and new for each restart by `hosts.py`."""
@@ -55,7 +52,8 @@ class FixedNode(_BaseNode):
         return {RUN_ID: run_id, **file}
 
     def wait_for_round(self) -> bool:
-        """Set the next `round`, and return True. Raises: RunLost, if no restart is left"""
+        """Set the next `round`, and return True; return False if the run has succeeded. Raises: RunLost, if no restart
+        is left"""
         number, count = self.round.number + 1, self.node.count
         if number > (self.request.max_restarts if count == 1 else 0):
             raise RunLost("")  # poprun has said which instance failed
@@ -77,14 +75,14 @@ class FixedNode(_BaseNode):
         return "another host" if has_lost_peer and self.node.count > 1 else ""
 
     def peer_waits(self) -> dict[int, Any]:
-        """Return for each waiting instance the wait for a peer: of this node only."""
+        """Return for each waiting instance the wait for a peer."""
         return self.waits
 
     def close(self, is_end: bool) -> None:
-        """Do nothing: no other node knows this one."""
+        """Leave the run. `is_end`: whether it has ended, and this node won't come back"""
 
 
-class ElasticNode(_BaseNode):
+class ElasticNode(NodeOfRun):
     """A node of an elastic run. Methods may raise RunLost."""
 
     def __init__(self, request: CommandLine, node: Node, folder: str) -> None:
@@ -109,7 +107,6 @@ class ElasticNode(_BaseNode):
         return {AGENT_STORE: "True", RUN_ID: next(iter(self.round.ids.values()))}
 
     def wait_for_round(self) -> bool:
-        """Wait for the next `round` with instances on this node; return False if the run has succeeded."""
         self._since = None
         self._set_state("stopped")
         while True:
@@ -129,7 +126,6 @@ class ElasticNode(_BaseNode):
             time.sleep(_POLL)
 
     def round_state(self, is_done: bool) -> str:
-        """Return the state of `round`. `is_done`: whether all instances of this node have succeeded"""
         if is_done and self._state != "done":
             self._set_state("done")
         newest = self._poll()
@@ -138,8 +134,6 @@ class ElasticNode(_BaseNode):
         return newest.state if newest.number == self.round.number else "stopped"
 
     def end_round(self, has_lost_peer: bool) -> str:
-        """End the round after an instance of this node has failed. Return the node of the round's first failure, if it
-        was another one; else ""."""
         with suppress(OSError):
             newest = self._read_state()
             if newest.number == self.round.number and newest.state == "runs":
@@ -155,7 +149,6 @@ class ElasticNode(_BaseNode):
         return {int(instance): wait for instance, wait in waits} | self.waits
 
     def close(self, is_end: bool) -> None:
-        """Leave the run. `is_end`: whether it has ended, and this node won't come back"""
         self._shared.close(is_end)
 
     def _is_in(self, newest: Round) -> bool:
@@ -281,6 +274,3 @@ class ElasticNode(_BaseNode):
                 f"this node is left out until it can reach node {name}{errors[newest.ids[name]]}\n"
                 "  fix: set MASTER_ADDR for all popruns, to an address in the network that the hosts share"
             )
-
-
-NodeOfRun = FixedNode | ElasticNode

@@ -13,7 +13,7 @@ from .topology import Node, instances_by_node
 
 FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round waits for expected nodes
 
-# What a node writes about itself (`ElasticNodes._write_record`):
+# What a node writes about itself (`ElasticNode._write_record`):
 #     id            random, new for each poprun
 #     count         how often the record was written: a node whose count stands still is lost
 #     command       a digest of the run's program, and of its numbers of replicas and ipus

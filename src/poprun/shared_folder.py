@@ -49,9 +49,14 @@ class SharedFolder:
         return ""
 
     def replace_state(self, new: str) -> None:
-        """Create the state that follows the one that was read last, unless another node has done so."""
-        if self._create_file(f"state-{self._number + 1}", new):
-            (self._folder / f"state-{self._number - 1}").unlink(missing_ok=True)
+        """Create the state that follows the one that was read last, atomically, unless another node has done so."""
+        with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
+            file.write(new)
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(file.name, self._folder / f"state-{self._number + 1}")
+                (self._folder / f"state-{self._number - 1}").unlink(missing_ok=True)
 
     def read_records(self) -> dict[str, str]:
         """Return the records of all nodes, by name. Those that can't be read are missing."""
@@ -74,18 +79,6 @@ class SharedFolder:
             if is_end and not list(self._folder.glob("node-*")):
                 for path in self._folder.glob("state-*"):
                     path.unlink(missing_ok=True)
-
-    def _create_file(self, name: str, text: str) -> bool:
-        """Create a file that only its owner can read, atomically; return False if the file exists already."""
-        with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            try:
-                os.link(file.name, self._folder / name)
-            except FileExistsError:
-                return False
-        return True
 
 
 def record_path(checkpoint_dir: str, private: str) -> Path:
