@@ -25,6 +25,7 @@ class Figures:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         facts, events = profile.facts, times.steady_events(profile)
+        replicas = profile.counts.get("replicas", 1)
         calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
         factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
         rows = math.prod(profile.counts.get(name, 1) for name in factors)
@@ -41,9 +42,8 @@ class Figures:
         self.spread = times.cost_spread(events)
         self.core_share = times.core_share(events)
         totals = [stage.total for stage in self.stages]
-        computed = sum(totals) > 0 and all(
-            i in costs for i, task in enumerate(profile.tasks) if task.computes
-        )
+        computing = {row for row, task in enumerate(profile.tasks) if task.computes}
+        computed = sum(totals) > 0 and computing <= costs.keys()
         self.slowest = totals.index(max(totals)) if computed else None
         self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         self.timed = times.with_row_costs(profile, costs)
@@ -54,15 +54,12 @@ class Figures:
         self.usages = times.core_usages(whole)
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
-        joined = facts.get("joined")  # whether the profile has the tasks of several instances
-        self.bubble_measured = (
-            times.measured_bubble(whole, {int(core): at for core, (at, _) in joined["cores"].items()})
-            if joined and not joined["missing"]
-            else None
-        )
-        self.measured_where = (
-            f"measured {'on the devices' if 'devices' in (joined or {}) else 'in the instances'}"
-        )
+        joined = facts.get("joined", {})  # of a profile with the tasks of several instances or devices
+        self.bubble_measured = None
+        if joined and not joined["missing"]:
+            place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
+            self.bubble_measured = times.measured_bubble(whole, place_of)
+        self.measured_where = "measured " + ("on the devices" if "devices" in joined else "in the instances")
         self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
@@ -71,9 +68,7 @@ class Figures:
         if computed and step.is_known:
             ns = virtual.simulated_ns(step)
             self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
-            self.step_here = (
-                profile.counts.get("replicas", 1) * step.work / max(1, facts.get("threads", 1)) / 1e9
-            )
+            self.step_here = replicas * step.work / max(1, facts.get("threads", 1)) / 1e9
             self.device_usages = times.ipu_usages(self.stages, count, ns)
             runs = virtual.runs_on_devices(profile, step, costs)
             self.changes = virtual.advised_changes(self.timed, step, self.spread)
@@ -82,7 +77,7 @@ class Figures:
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
-        totals, replicas = [need.total for need in self.needs], profile.counts.get("replicas", 1)
+        totals = [need.total for need in self.needs]
         self.wanted = replicas * sum(totals) if held_by.get("shared") else max(totals, default=0)
         self.capacity = held_by.get("bytes")  # None: unknown
         self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
@@ -125,11 +120,8 @@ def _host_seconds(profile: Profile) -> dict[str, float]:
     for event in profile.host:
         seconds = (event.end - event.start) / 1e9
         found[event.kind] += seconds
-        if (
-            event.kind in ("compilation", "other calls")
-            and calls
-            and calls[0].start <= event.start < calls[-1].end
-        ):
+        is_between = calls and calls[0].start <= event.start < calls[-1].end
+        if is_between and event.kind in ("compilation", "other calls"):
             found["between calls"] -= seconds
     return dict(found)
 
@@ -177,6 +169,8 @@ def _module_tree(profile: Profile) -> list[dict[str, Any]]:
 
 # ---- two runs --------------------------------------------------------------------------------------------
 
+_Compared = tuple[float | None, Callable[[float | None], str], float]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -206,25 +200,19 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
     return rows
 
 
-def _compared_values(
-    found: Figures,
-) -> dict[str, tuple[float | None, Callable[[float | None], str], float]]:
+def _compared_values(found: Figures) -> dict[str, _Compared]:
     """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are those
     of a row of the batch."""
     of_steps, of_costs = found.step_spread, found.spread
     totals, counts = [need.total for need in found.needs], found.profile.counts
     size = counts.get("micro_batch_size", 1)  # rows
     step = size * found.profile.facts.get("schedule_micro_batches", 1)  # of a replica
-    rows = step * counts.get("groups", 1)
+    rows, apart = step * counts.get("groups", 1), found.step_apart and found.step_apart / step
     values = {
         "throughput": (found.samples_per_second, rate_text, of_steps),
         "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
         "a step, per row": (found.step_seconds and found.step_seconds / rows, seconds_text, of_steps),
-        "on separate devices, per row": (
-            found.step_apart and found.step_apart / step,
-            seconds_text,
-            of_costs,
-        ),
+        "on separate devices, per row": (apart, seconds_text, of_costs),
         "compilation": (found.compile_seconds, seconds_text, 0.0),
         "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
         "bubble, measured": (found.bubble_measured, share_text, 0.0),
@@ -235,10 +223,8 @@ def _compared_values(
         "activations": (sum(need.activations or 0 for need in found.needs), size_text, 0.0),
     }
     for stage in found.stages:
-        times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()} | {
-            "update": stage.update / step
-        }
-        for phase, ns in times.items():
+        times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()}
+        for phase, ns in {**times, "update": stage.update / step}.items():
             if ns:
                 values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text, of_costs
     for row in found.groups["block"]:
@@ -253,10 +239,8 @@ def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
     """Return a comparison of two runs as a table for the terminal, with `<` after the better figure."""
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
-        cells = [
-            text + (" <" if row.better == side else "")
-            for side, text in (("first", row.first), ("second", row.second))
-        ]
+        sides = {"first": row.first, "second": row.second}
+        cells = [text + " <" * (row.better == side) for side, text in sides.items()]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
     foot = "< is better; spread: between equal steps (a smaller difference says nothing)"

@@ -49,7 +49,9 @@ class Estimate:
         self.costs = costs = Costs(
             profile, replace(machine, **measured.get("rates", {})), replicas, accumulation
         )
-        step, needs = costs.step, _simulated_needs(profile, costs.rows, accumulation)  # of a replica
+        step = costs.step  # of a replica
+        in_order = replace(step, updates={}, keeps_order=True)
+        needs = memory_needs(profile, virtual.runs_on_devices(profile, in_order, costs.rows))
         loaded = accumulation * sum(part.bytes for part in profile.instructions if part.kind == "load")
         # Seconds by category of the busiest ipu.
         self.spent = max(costs.by_ipu.values(), key=lambda spent: sum(spent.values())).copy()
@@ -127,12 +129,6 @@ class Estimate:
             "bound by": self.bound_by,
             "largest ipu": size_text(max(self.memory_per_ipu, default=0)),
         }
-
-
-def _simulated_needs(profile: Profile, rows: Mapping[int, float], micro_batches: int) -> list[IpuMemory]:
-    """Return the memory of each ipu of a replica in a simulated step, given the ns of one run of each row."""
-    step = virtual.StepModel.of(profile, rows, updates={}, micro_batches=micro_batches)
-    return memory_needs(profile, virtual.runs_on_devices(profile, step, rows))
 
 
 def _held(needs: Sequence[IpuMemory], processes: int = 1, replicas: int = 1) -> dict[str, int]:
