@@ -283,11 +283,8 @@ def _schema_violation(value: Any, schema: dict[str, Any]) -> str:
     least, most = schema.get("minimum", 0), schema.get("maximum", 2**31 - 1)
     if schema.get("x-kubernetes-int-or-string"):
         most = 999 if "{0,2}" in pattern else 9999
-        return (
-            ""
-            if re.search(pattern, str(value))
-            else f"must be a whole number from 1 to {most}, and is {shown}"
-        )
+        is_valid = re.search(pattern, str(value))
+        return "" if is_valid else f"must be a whole number from 1 to {most}, and is {shown}"
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
         return f"must be of type {kind}, and is {shown}"
     if "enum" in schema and value not in schema["enum"]:
