@@ -126,7 +126,6 @@ def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
 def _status_and_message(
     total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
 ) -> tuple[str, str]:
-    """Return the job's `launcherStatus`, and the `lastMessage` that explains it in one line."""
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:

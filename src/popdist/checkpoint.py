@@ -149,7 +149,6 @@ class Checkpoint:
 
     @property
     def _parts_of_replica(self) -> int:
-        """Return how many instances run a replica together."""
         return self._model._options.Distributed.instances_per_replica
 
     def _describe_run(self) -> dict[str, Any]:

@@ -113,7 +113,6 @@ def _blocked_line_text(path: Path, family: list[int]) -> str:
 
 
 def _process_tree(pid: int) -> list[int]:
-    """Return the process ids of a process and of all its descendants."""
     return [pid, *(each for child in child_pids(pid) for each in _process_tree(child))]
 
 

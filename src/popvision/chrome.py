@@ -53,7 +53,6 @@ def _slice(
 
 
 def _track_names(process: int, name: str, threads: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """Yield the events that name a process and its threads."""
     yield _event("M", "process_name", process, 0, 0, args={"name": name})
     for thread, text in threads.items():
         yield _event("M", "thread_name", process, thread, 0, args={"name": text})

@@ -110,7 +110,6 @@ def _write_and_open_report(args: argparse.Namespace) -> None:
 
 
 def _print_and_open(page: Path, in_browser: bool) -> None:
-    """Print the path of a page; open it in a browser if `in_browser`."""
     print(page)
     if in_browser:
         webbrowser.open(page.resolve().as_uri())

@@ -239,7 +239,6 @@ class Estimates:
 
 
 def _too_large_sentence(one: Estimate) -> str:
-    """Return why an estimate does not fit, and which options need less memory."""
     less = 'recomputation (options._Popart.set("autoRecomputation", 3)) and a smaller micro-batch'
     if one.machine.kind == "apart":
         place = "options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings()"

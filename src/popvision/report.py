@@ -270,7 +270,6 @@ def summary(profile: Profile) -> str:
 
 
 def _stage_table(found: Figures) -> list[list[str]]:
-    """Return a table with a row for each stage's costs, after a row of column names."""
     phases = found.profile.phases
     rows = [["stage", "ipu", *(PHASES[phase] for phase in phases), "update", "sums and others", "blocks"]]
     for stage in found.stages:
