@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -149,7 +150,18 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["32.32", "16.16"])
+PRECISIONS = ("32.32", "16.16")
+
+
+def by_turns(layouts):
+    """Return (precision, layout) of all pairs; with one of the two precisions a layout's test is slow."""
+    pairs = product(enumerate(layouts), enumerate(PRECISIONS))
+    return [
+        pytest.param(p, layout, marks=[pytest.mark.slow] * ((i + j) % 2)) for (i, layout), (j, p) in pairs
+    ]
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
 def reference(bert, request, tmp_path_factory):
     """Four steps in the config's own layout, with dropout: flags, losses, weights."""
     flags = [
@@ -167,7 +179,7 @@ def reference(bert, request, tmp_path_factory):
     return flags, losses(tracker), folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("reference", "layout"), by_turns(LAYOUTS), indirect=["reference"])
 def test_every_layout_makes_the_same_bits(bert, reference, layout, tmp_path):
     flags, expected, folder = reference
     tracker = bert.main([*TINY, *flags, *LAYOUTS[layout], "--checkpoint-output-dir", str(tmp_path)])
@@ -235,7 +247,7 @@ def test_stochastic_rounding_follows_float32_where_nearest_rounding_stands_still
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["same", *LAYOUTS])
+@pytest.mark.parametrize(("reference", "layout"), by_turns(["same", *LAYOUTS]), indirect=["reference"])
 def test_a_resumed_training_is_the_unbroken_one_to_the_last_bit(bert, reference, layout, tmp_path):
     flags, expected, folder = reference
     resume = ["--checkpoint-input-dir", str(folder / "step_2"), "--resume-training-from-checkpoint"]
@@ -291,6 +303,7 @@ def test_deparallelize_leaves_the_librarys_plain_model(bert):
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
 
 
+@pytest.mark.parametrize("reference", ["32.32"], indirect=True)
 def test_the_library_reads_a_checkpoint(bert, reference):
     from transformers import BertForPreTraining
 
@@ -312,6 +325,7 @@ def test_a_training_that_overflows_stops_with_its_step_and_loss_scale(bert, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["step_0"]
 
 
+@pytest.mark.parametrize("reference", ["32.32"], indirect=True)
 def test_a_folder_with_checkpoints_is_not_written_to(bert, reference):
     with pytest.raises(SystemExit, match=r"holds checkpoints already, such as .*step_0"):
         bert.main([*TINY, "--checkpoint-output-dir", str(reference[2])])
@@ -338,6 +352,7 @@ def test_a_checkpoint_that_is_not_there_is_said(bert, tmp_path, folder, message)
         )
 
 
+@pytest.mark.parametrize("reference", ["32.32"], indirect=True)
 def test_a_checkpoint_of_another_model_is_refused(bert, reference):
     with pytest.raises(SystemExit, match=r"is of another model: --hidden-size 64, but there it is 32"):
         bert.main([*TINY, "--checkpoint-input-dir", str(reference[2]), "--hidden-size", "64"])
