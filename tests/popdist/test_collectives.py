@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import popdist
+import quick_python
 from popdist import collectives
 
 SRC = Path(popdist.__file__).parents[1]
@@ -97,7 +98,7 @@ def test_alone_each_collective_gives_what_it_was_given():
 def said(program, folder):
     """What a program prints that poprun has not started, with a folder on its path."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [*quick_python.words(), "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), str(folder)])},
         capture_output=True,
         text=True,
