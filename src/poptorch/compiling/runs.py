@@ -9,7 +9,7 @@ Examples of training with two micro-batches per step, where `####` is a micro-ba
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -43,11 +43,8 @@ class Run:
     tied: tuple[tuple[str, ...], ...] = ()
     group_of: tuple[tuple[str, int], ...] = ()
 
-    @property
-    def key(self) -> Any:
-        """Return the key of this run's plan. Runs with equal keys share a plan."""
-        weights = self.frozen, self.tied, self.group_of
-        return self.call.kind, self.counts, self.part, self.iteration, weights
+    # The key of this run's plan. Runs with equal keys share a plan.
+    key = property(attrgetter("call.kind", "counts", "part", "iteration", "frozen", "tied", "group_of"))
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan, from those of a complete combined batch."""
