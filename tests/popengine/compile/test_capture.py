@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from engine_models import Net, enter, graph_of, net
+from engine_models import Net, captured, enter, graph_of, net
 from torch import nn
 from torch.nn import functional
 
@@ -205,7 +205,7 @@ def test_a_loss_that_reaches_another_is_no_loss_of_its_own(chain):
 def test_the_search_for_nan_is_off_while_a_model_is_captured():
     # autograd reads every gradient to find a NaN: a capture under detect_anomaly was refused as reading a value.
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        graph = graph_of()
+        graph = captured(net())
         assert torch.is_anomaly_enabled()
     assert any(result.kind == "gradient" for result in graph.results)
 
