@@ -23,7 +23,7 @@ PER_REPLICA = ("norm.running_mean", "norm.running_var")
 
 
 class Net(nn.Module):
-    """Blocks A to D, one on each ipu; D uses C's weight, and gets a value of A's."""
+    """Blocks A to D, one on each ipu; D uses B's weight, and gets a value of A's."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
         with poptorch.Block("C"):
             c = torch.tanh(self.c(b))
         with poptorch.Block("D"):
-            output = self.d(self.norm(functional.linear(c, self.c.weight) + a))
+            output = self.d(self.norm(functional.linear(c, self.b.weight) + a))
             return output, functional.cross_entropy(output, label)
 
 
@@ -226,7 +226,7 @@ def with_other_rows():
     executor(*batch(popdist.getInstanceIndex(), 32))
 
 
-def test_a_weight_of_the_other_process_is_read_from_state_dict_only():
+def test_a_weight_of_the_other_process_is_read_from_state_dict_only_and_predicts():
     for ended, other in zip(processes.run(read_weights, 2, parts=2), ("d.weight", "a.weight"), strict=True):
         assert ended.error == ""
         errors, loaded, differing = ended.value
@@ -243,12 +243,22 @@ def read_weights():
     executor(*batch(0, 32))
     assert "stage 3 on ipu 3 of instance 1," in str(executor.plan)
     layer, errors = (model.d, model.a)[instance], []
+    x, label = batch(1, 32)
+    output, _ = poptorch.inferenceModel(model.eval(), options_of(2, 1, "1f1b", 1))(x, label)
+    twin = Net().eval()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(
+        output, torch.cat([twin(*rows)[0] for rows in zip(x.split(2), label.split(2), strict=True)])
+    )
+    assert all(torch.equal(value, getattr(twin.d, name)) for name, value in model.d.state_dict().items())
+    model.train()
     for read in (lambda: layer.weight.sum().item(), lambda: layer(torch.ones(2, layer.in_features))):
         with pytest.raises(poptorch.Error) as caught:
             read()
         errors.append(str(caught.value))
     doubled = {name: 2 * value for name, value in model.state_dict().items()}
     model.load_state_dict(doubled)
+    model.d.load_state_dict({name: 2 * value for name, value in twin.d.state_dict().items()})
     loaded = [torch.equal(value, doubled[name]) for name, value in model.named_parameters()]
     executor(*batch(0, 32))
     assert layer.weight.is_meta

@@ -30,8 +30,14 @@ class _TableWriter:
         self.inputs, self.fixed = signature.inputs, signature.constant_slots
         gradients = {result.key for result in signature.results if result.kind == "gradient"}
         # By slot name of each trained weight: its canonical name.
-        parameters = (slot for slot in signature.slots if slot.role == "parameter")
+        weights = [slot for slot in signature.slots if slot.role in ("parameter", "buffer")]
+        parameters = (slot for slot in weights if slot.role == "parameter")
         self.trained = {slot.name: slot.key for slot in parameters if slot.key in gradients}
+        # Weights that one ipu holds. If a replica spans several processes, all that no call changes: an inference uses
+        # those of a training, which are in one process only.
+        self.lent = set(self.trained)
+        if settings.counts.parts > 1:
+            self.lent |= {slot.name for slot in weights} & set(self.fixed)
         self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
         self.results = [  # kind, name, and the key that instructions have: see `Instruction`
             (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
@@ -46,9 +52,9 @@ class _TableWriter:
         # these pieces at each place.
         self.readers: dict[tuple[str, int], list[int]] = {}
         self.first_reader: dict[tuple[str, Place], int] = {}
-        # For each ipu, the trained weights that it holds, and the untrained state that its pieces read.
+        # For each ipu, the weights that it holds and lends to others, and the other state that its pieces read.
         held: dict[int, set[str]] = {ipu: set() for ipu in sorted(set(partition.ipus))}
-        for name in self.trained:
+        for name in self.lent:
             held[partition.ipus[partition.home[name]]].add(name)
         for i, piece in enumerate(self.pieces):
             ipu = partition.ipus[piece.stage]
@@ -56,7 +62,7 @@ class _TableWriter:
                 if partition.makers.get(name) != i:
                     self.readers.setdefault((name, ipu), []).append(i)
                     self.first_reader.setdefault((name, self.place[ipu]), i)
-                if name not in self.trained and not partition.is_of_micro_batch(name, i):
+                if name not in self.lent and not partition.is_of_micro_batch(name, i):
                     held[ipu].add(name)
         slots = [slot.name for slot in signature.slots]
         self.state = {ipu: tuple(n for n in slots if n in names) for ipu, names in held.items()}
@@ -110,7 +116,7 @@ class _TableWriter:
                     for ipu in self.state
                     if ipu != source
                     and self.place[ipu] == place
-                    and (names := tuple(n for n in held if n in self.trained and (n, ipu) in self.readers))
+                    and (names := tuple(n for n in held if n in self.lent and (n, ipu) in self.readers))
                 }
                 origin, channel = source, f"weights of {source}"
                 if reads and place != self.place[source]:

@@ -180,42 +180,48 @@ def return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 class _ReadsElsewhere:
-    """Hooks of a model of which other processes hold weights; copies and pickles of them do nothing. (A weak reference,
-    because a capture searches what hooks refer to for tensors that forward left.)"""
+    """Hooks of a model of which other processes hold weights, and of its parts; copies and pickles of them do nothing.
+    (A weak reference, because a capture searches what hooks refer to for tensors that forward left.)"""
 
-    def __init__(self, plans: LoadedPlans | None = None) -> None:
+    def __init__(self, plans: LoadedPlans | None = None, is_part: bool = False) -> None:
         self._plans: Callable[[], LoadedPlans | None] = type(None) if plans is None else weakref.ref(plans)
+        self._is_part = is_part
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
     def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Add the values of such weights to a `state_dict()`."""
+        """Add the values of such weights to a `state_dict()`, unless a module that contains this one will."""
         plans = self._plans()
         missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
-        if missing and plans is not None and plans.engine is not None:
+        if missing and plans is not None and plans.engine is not None and not (self._is_part and prefix):
             weights = plans.engine.read_weights_elsewhere()
-            key_of = {id(value): key for key, value in plans.state.find_weights().items()}
-            parameters = module.named_parameters(remove_duplicate=False)
-            named = chain(parameters, module.named_buffers(remove_duplicate=False))
-            of_model = {prefix + name: weights.get(key_of.get(id(value), "")) for name, value in named}
-            found.update(
-                {key: value for key, value in of_model.items() if key in missing and value is not None}
-            )
+            names = _canonical_names(plans, module, prefix).items()
+            found.update({key: weights[name] for key, name in names if key in missing and name in weights})
 
     def take(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """Give such weights the values that are to be loaded."""
         if (plans := self._plans()) is not None:
-            keys = plans.state.elsewhere & {key.removeprefix(prefix) for key in given}
-            plans.state.fill_elsewhere({key: given[prefix + key] for key in keys})
+            names = _canonical_names(plans, module, prefix).items()
+            plans.state.fill_elsewhere({name: given[key] for key, name in names if key in given})
+
+
+def _canonical_names(plans: LoadedPlans, module: nn.Module, prefix: str) -> dict[str, str]:
+    """Return the canonical names, in the executor's model, of the weights of one of its modules, by their keys in the
+    module's `state_dict(prefix=prefix)`."""
+    names = {id(value): name for name, value in plans.state.find_weights().items()}
+    parameters = module.named_parameters(remove_duplicate=False)
+    named = chain(parameters, module.named_buffers(remove_duplicate=False))
+    return {prefix + key: names[id(value)] for key, value in named if id(value) in names}
 
 
 def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
-    """Let `state_dict()` of a model return all weights, if other processes hold some of them: waits for these. After
-    `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
-    hooks = _ReadsElsewhere(plans)
-    model.register_state_dict_post_hook(hooks)
-    model.register_load_state_dict_pre_hook(hooks.take)
+    """Let `state_dict()` of a model or a part of it return all weights, if other processes hold some of them: waits for
+    these. After `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
+    for module in model.modules():
+        hooks = _ReadsElsewhere(plans, module is not model)
+        module.register_state_dict_post_hook(hooks)
+        module.register_load_state_dict_pre_hook(hooks.take)
 
 
 def check_buffer_classes(model: nn.Module) -> None:
