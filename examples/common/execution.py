@@ -72,14 +72,15 @@ def held_out_losses(model: Any, rows: Any, flags: Any, output: int) -> torch.Ten
 
 
 def layout(opts: poptorch.Options, flags: Any) -> Layout:
-    """How a call's rows are shared out over replicas and instances."""
+    """How a call's rows are shared out over replicas and instances; those of one replica read the same rows."""
+    parts = popdist.getNumInstancesPerReplica()
     return Layout(
         micro_batch=flags.micro_batch_size,
         accumulation=flags.gradient_accumulation,
         iterations=flags.device_iterations,
-        replicas=opts.replication_factor * popdist.getNumInstances(),
+        replicas=opts.replication_factor * popdist.getNumInstances() // parts,
         local=opts.replication_factor,
-        instance=popdist.getInstanceIndex(),
+        instance=popdist.getInstanceIndex() // parts,
     )
 
 

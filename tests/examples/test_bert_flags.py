@@ -109,6 +109,11 @@ def test_an_unknown_key_of_a_config_is_an_error(bert, capsys, tmp_path, monkeypa
     assert "config 'mine' has an unknown key 'learning_rat'; near it: learning_rate" in said
 
 
+def test_the_help_begins_as_the_originals(bert, capsys):
+    assert refused(bert, capsys, "--help") == "0"
+    assert capsys.readouterr().out.startswith("usage: PopTorch BERT [-h]")
+
+
 # ---- bad input -------------------------------------------------------------------------------------------
 
 
