@@ -193,7 +193,7 @@ class State:
 
     def _check_shared_memory(self, present: Mapping[str, Tensor]) -> None:
         """Raise Error if two weights overlap in memory, and calls change one of them."""
-        spans = sorted((*_span(value), key) for key, value in present.items() if value.is_cpu)
+        spans = sorted((*_span(value), key) for key, value in present.items() if not value.is_meta)
         before: list[tuple[int, int, str]] = []
         for begin, end, key in spans:
             before = [span for span in before if span[1] > begin]
