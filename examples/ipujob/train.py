@@ -59,15 +59,17 @@ class Share(torch.utils.data.Sampler):
     of this instance's replicas. So any number of instances trains on the same batches, and gives the same bits."""
 
     def __init__(self, rows: int, micro_batch: int, local_replicas: int) -> None:
-        self.shape = (-1, popdist.getNumInstances(), local_replicas * micro_batch)
+        parts = popdist.getNumInstancesPerReplica()  # the instances of one replica read the same rows
+        self.shares, self.own = popdist.getNumInstances() // parts, popdist.getInstanceIndex() // parts
+        self.shape = (-1, self.shares, local_replicas * micro_batch)
         self.rows, self.draw = rows, torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
-        return self.rows // popdist.getNumInstances()
+        return self.rows // self.shares
 
     def __iter__(self):
         order = torch.randperm(self.rows, generator=self.draw).reshape(self.shape)
-        return iter(order[:, popdist.getInstanceIndex()].flatten().tolist())
+        return iter(order[:, self.own].flatten().tolist())
 
 
 def options(flags: argparse.Namespace) -> poptorch.Options:

@@ -38,13 +38,14 @@ def layout_of(flags: argparse.Namespace) -> Layout:
         say(line)
     if local != flags.replicas:
         say(f"poprun gives {local} replicas to each instance, in place of --replicas {flags.replicas}")
+    parts = popdist.getNumInstancesPerReplica()  # the instances of one replica read the same images
     found = Layout(
         flags.micro_batch_size,
         flags.gradient_accumulation,
         flags.device_iterations,
-        local * popdist.getNumInstances(),
+        local * popdist.getNumInstances() // parts,
         local,
-        popdist.getInstanceIndex(),
+        popdist.getInstanceIndex() // parts,
     )
     if found.replicas % flags.bn_group_size:
         raise SystemExit(
