@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +65,10 @@ class BoundCall:
             else:
                 spec = spec_of(value, name)
             specs.append((name, _merged(spec, known[name], self.unread) if known else spec))
-        return InputKind(tuple(specs), tuple(map(attrgetter("dtype", "shape"), self.tensors)))
+        tensors = (
+            (x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors
+        )  # nested: refused
+        return InputKind(tuple(specs), tuple(tensors))
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
         """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
