@@ -65,9 +65,8 @@ class BoundCall:
             else:
                 spec = spec_of(value, name)
             specs.append((name, _merged(spec, known[name], self.unread) if known else spec))
-        tensors = (
-            (x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors
-        )  # nested: refused
+        # A nested tensor, which has no shape, is refused later.
+        tensors = ((x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors)
         return InputKind(tuple(specs), tuple(tensors))
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
@@ -210,9 +209,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         elif tensor.layout is not torch.strided:
             kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
         elif attributes := sorted(name for name in vars(tensor).keys() - {"backward"} if name[0] != "_"):
-            kind = (
-                f"a tensor with attributes of Python ({', '.join(attributes)}), which forward would not find"
-            )
+            names = ", ".join(attributes)
+            kind = f"a tensor with attributes of Python ({names}), which forward would not find"
             fix = "pass them as arguments of forward, and delete them: vars({}).clear()"
         else:
             continue
