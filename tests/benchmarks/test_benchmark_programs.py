@@ -43,6 +43,7 @@ def test_the_ways_to_train_of_the_benchmark_of_gpus_run_on_the_cpu():
     assert "a CPU has no CUDA graphs" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     output = run("start", "--only", "passes", "--repeats", "1")
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)

@@ -99,6 +99,7 @@ def processor_time(pid):
     return int(fields[11]) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_an_instance_that_other_processes_keep_from_running_is_not_ended(poprun, tmp_path):
     """On a busy machine all instances with low priority were killed, again and again."""
     core = min(os.sched_getaffinity(0))

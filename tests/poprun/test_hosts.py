@@ -125,6 +125,7 @@ def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts
     assert [run.returncode for run in runs] == [0, 0] and said == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_default_route(hosts, tmp_path):
     """As Debian writes it to /etc/hosts; elsewhere the name means the address."""
     names = []

@@ -110,7 +110,12 @@ HOSTS = ("-H", "one,two", "--num-replicas=2", "--num-instances=2")
 
 
 @pytest.mark.parametrize(
-    "how", ["sys.exit(4)", "os.kill(os.getppid(), signal.SIGKILL)"], ids=["exits", "kills poprun"]
+    "how",
+    [
+        pytest.param("sys.exit(4)", marks=pytest.mark.slow),
+        "os.kill(os.getppid(), signal.SIGKILL)",
+    ],
+    ids=["exits", "kills poprun"],
 )
 def test_a_failure_on_one_host_ends_the_other_and_restarts_both(poprun, tmp_path, ssh, how):
     """Instance 0 does not fail, and does not speak to the other one."""

@@ -249,6 +249,7 @@ ZOOM = """(async () => {
 })()"""
 
 
+@pytest.mark.slow
 def test_of_a_hundred_thousand_events_a_frame_draws_what_a_window_can_show(chromium, tmp_path):
     profile = simulated(64, 66, steps=12, gap=2 * MS, cores=64)
     assert len(profile.runs) == 101_376
