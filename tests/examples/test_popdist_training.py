@@ -33,6 +33,7 @@ def data_dir(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
     """The command of the tutorial's own test."""
     words = ("--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2)

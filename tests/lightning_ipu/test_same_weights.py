@@ -173,8 +173,9 @@ class Dropping(Classifier):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [OPTIMIZERS["adam"], pytest.param(lambda p: poptorch.optim.AdamW(p, lr=0.01), marks=pytest.mark.slow)],
+    [OPTIMIZERS["adam"], lambda p: poptorch.optim.AdamW(p, lr=0.01)],
 )
+@pytest.mark.slow  # a resumed fit is tested without dropout, too
 def test_a_resumed_fit_with_dropout_is_the_unbroken_one(tmp_path, optimizer):
     dropping = {"make": partial(made, Dropping), "optimizer": optimizer, "accumulate_grad_batches": 2}
     unbroken, _ = fitted("ipu", max_epochs=4, **dropping)

@@ -164,6 +164,7 @@ def test_a_node_that_stops_is_lost_and_takes_part_again_when_it_continues(poprun
     assert first.nothing_left() and second.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_fails(poprun, tmp_path):
     """All waited for its record for ever, in silence."""
     program = (

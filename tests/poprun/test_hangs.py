@@ -74,6 +74,7 @@ def test_an_instance_for_which_no_peer_waits_is_named_with_its_line_killed_and_r
     assert "attempt 1" in run.said()
 
 
+@pytest.mark.slow
 def test_without_a_limit_nothing_is_ended(poprun):
     program = MEETS + "time.sleep(6 if rank else 0)\npopdist.synchronize()\n"
     words = ("--num-replicas=2", "--num-instances=2", "--hang-timeout=0", sys.executable, "-c", program)

@@ -139,6 +139,7 @@ def test_a_failure_on_one_host_ends_the_other_and_restarts_both(poprun, tmp_path
     assert run.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_failure_without_a_restart_left_has_the_exit_code_of_its_host(poprun, ssh):
     run = poprun(
         *HOSTS, "--max-restarts=1", *PYTHON, "import os; os._exit(3 + int(os.environ['RANK']))", **ssh()
@@ -147,6 +148,7 @@ def test_a_failure_without_a_restart_left_has_the_exit_code_of_its_host(poprun, 
     assert run.said().count("start again") == 1
 
 
+@pytest.mark.slow
 def test_an_instance_that_has_lost_its_peer_on_another_host_is_not_called_the_first(poprun, ssh):
     """From the host where the cause is, news comes after the end of the other one."""
     program = (

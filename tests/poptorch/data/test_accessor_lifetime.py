@@ -127,7 +127,7 @@ poptorch.DataLoader(poptorch.Options(), data, mode="Async", async_options=how)
 @pytest.mark.parametrize(
     ("strategy", "rows"),
     [
-        ("ForkServer", 4),
+        pytest.param("ForkServer", 4, marks=pytest.mark.slow),
         ("SharedMemory", 4000),  # more than a pipe holds: writing it to the worker fails
         pytest.param("ForkServer", 4000, marks=pytest.mark.slow),
         pytest.param("SharedMemory", 4, marks=pytest.mark.slow),

@@ -245,6 +245,7 @@ def test_a_compilation_reads_no_file_of_the_folder(tmp_path):
     assert file.read_bytes() == b"changed by somebody else"
 
 
+@pytest.mark.slow
 def test_a_second_process_leaves_no_second_file(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
