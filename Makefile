@@ -7,8 +7,8 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Processes that run tests at the same time.
-WORKERS ?= 2
+# Processes that run tests at the same time. On two cores three: a third of the time tests wait for processes.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
 .PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-gpu test-all kube check reference docs fuzz bench bench-all clean
