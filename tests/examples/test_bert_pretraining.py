@@ -4,11 +4,12 @@ import importlib
 import re
 import subprocess
 import sys
-from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from selections import by_turns
 
 TINY = ["--config", "unit_test_cpu", "--disable-progress-bar"]
 HALF = ["--precision", "16.16", "--loss-scaling", "64"]
@@ -153,14 +154,6 @@ LAYOUTS = {
 PRECISIONS = ("32.32", "16.16")
 
 
-def by_turns(layouts):
-    """Return (precision, layout) of all pairs; with one of the two precisions a layout's test is slow."""
-    pairs = product(enumerate(layouts), enumerate(PRECISIONS))
-    return [
-        pytest.param(p, layout, marks=[pytest.mark.slow] * ((i + j) % 2)) for (i, layout), (j, p) in pairs
-    ]
-
-
 @pytest.fixture(scope="module", params=PRECISIONS)
 def reference(bert, request, tmp_path_factory):
     """Four steps in the config's own layout, with dropout: flags, losses, weights."""
@@ -179,7 +172,7 @@ def reference(bert, request, tmp_path_factory):
     return flags, losses(tracker), folder
 
 
-@pytest.mark.parametrize(("reference", "layout"), by_turns(LAYOUTS), indirect=["reference"])
+@pytest.mark.parametrize(("layout", "reference"), by_turns(LAYOUTS, PRECISIONS), indirect=["reference"])
 def test_every_layout_makes_the_same_bits(bert, reference, layout, tmp_path):
     flags, expected, folder = reference
     tracker = bert.main([*TINY, *flags, *LAYOUTS[layout], "--checkpoint-output-dir", str(tmp_path)])
@@ -247,7 +240,9 @@ def test_stochastic_rounding_follows_float32_where_nearest_rounding_stands_still
 # ---- checkpoints -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("reference", "layout"), by_turns(["same", *LAYOUTS]), indirect=["reference"])
+@pytest.mark.parametrize(
+    ("layout", "reference"), by_turns(["same", *LAYOUTS], PRECISIONS), indirect=["reference"]
+)
 def test_a_resumed_training_is_the_unbroken_one_to_the_last_bit(bert, reference, layout, tmp_path):
     flags, expected, folder = reference
     resume = ["--checkpoint-input-dir", str(folder / "step_2"), "--resume-training-from-checkpoint"]

@@ -1,7 +1,6 @@
 """The weights after a fit are those of Lightning on the CPU, bit for bit."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from lightning_models import Classifier, differing, loader, made, trainer, weigh
 from torch.nn import functional
 
 import poptorch
+from selections import by_turns
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -36,13 +36,7 @@ def same(**more):
     return module
 
 
-def by_turns(values):
-    """Return (name, value) of each optimizer and of two values; with one of the two the test is slow."""
-    pairs = product(enumerate(OPTIMIZERS), enumerate(values))
-    return [pytest.param(name, v, marks=[pytest.mark.slow] * ((i + j) % 2)) for (i, name), (j, v) in pairs]
-
-
-@pytest.mark.parametrize(("name", "accumulation"), by_turns([1, 4]))
+@pytest.mark.parametrize(("name", "accumulation"), by_turns(OPTIMIZERS, [1, 4]))
 def test_of_each_optimizer_plain_and_accumulated(name, accumulation):
     start = weights(made())
     module = same(optimizer=OPTIMIZERS[name], accumulate_grad_batches=accumulation)
@@ -136,7 +130,9 @@ class Freezing(Callback):
             pl_module.last.bias.requires_grad_(not pl_module.last.bias.requires_grad)
 
 
-@pytest.mark.parametrize(("name", "trained"), by_turns([(True, False, True), (False, True, False)]))
+@pytest.mark.parametrize(
+    ("name", "trained"), by_turns(OPTIMIZERS, [(True, False, True), (False, True, False)])
+)
 def test_parameters_that_are_frozen_or_trained_again_during_the_fit(name, trained):
     found = {}
     for accelerator in ("ipu", "cpu"):

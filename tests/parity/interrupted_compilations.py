@@ -78,9 +78,8 @@ def main(count):
         poptorch.removeBlocks(model)
         assert model(batch).item() >= 0, interrupt.where  # its weights have values
         assert torch.equal(trainer(copy.deepcopy(plain))(batch), expected), interrupt.where
-    assert count - found <= max(2, count // 10), (
-        found
-    )  # the rest came where Python raises nothing: in a destructor, or a generator's end
+    # The rest came where Python raises nothing: in a destructor, or a generator's end.
+    assert found > 0.9 * count, found
     print(f"{count} interrupts")
 
 

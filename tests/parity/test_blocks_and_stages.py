@@ -323,16 +323,21 @@ BETWEEN = {
     "several operations": lambda self, x: ((x.roll(1, 0) - x.mean(0)) / (x.std() + 1)).clamp(-1, 1),
 }
 MODELS_TWICE = [type(name, (Twice,), {"again": staticmethod(f)}) for name, f in BETWEEN.items()]
+MODELS_TWICE += [Teaches, Penalizes]
 
 
-@pytest.mark.parametrize("model", [*MODELS_TWICE, Teaches, Penalizes], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", MODELS_TWICE, ids=lambda model: model.__name__)
 def test_a_network_is_evaluated_twice_in_its_two_stages(model):
     expected = plain(model, sgd, updates=6)
     strategy = poptorch.PipelinedExecution("a", "b")
     assert _trained_as_marked(model, strategy).differs_from(expected) == []
 
 
-@pytest.mark.parametrize("model", [MODELS_TWICE[-1], Teaches, Penalizes], ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in MODELS_TWICE[:-3]), *MODELS_TWICE[-3:]],
+    ids=lambda model: model.__name__,
+)
 def test_two_stages_of_a_network_that_is_evaluated_twice_need_three_micro_batches(model):
     strategy = poptorch.PipelinedExecution("a", "b")
     user = _model(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_any
 
 import poptorch
+from selections import by_turns
 
 SIZE = (
     8  # rows shorter than two vector registers, of matrices longer than two: kernels treat them differently
@@ -208,16 +209,7 @@ LOSSES = {
 }
 
 
-def each_loss_and_reduction() -> Iterator[Any]:
-    """All pairs. Each loss has one reduction in turn; the others are slow."""
-    for (number, name), (turn, reduction) in itertools.product(
-        enumerate(LOSSES), enumerate(("mean", "sum", "none"))
-    ):
-        marks = [] if number % 3 == turn else [pytest.mark.slow]
-        yield pytest.param(name, reduction, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "reduction"), [*each_loss_and_reduction()])
+@pytest.mark.parametrize(("name", "reduction"), by_turns(LOSSES, ("mean", "sum", "none")))
 def test_a_loss_beside_a_write_has_the_bits_of_plain_pytorch(name, reduction):
     """A graph with a write is replayed, and torch.func has formulas of its own for some operations."""
 

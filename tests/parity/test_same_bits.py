@@ -1,7 +1,6 @@
 """Same bits: how a model is cut and ordered changes nothing of what it computes."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -10,20 +9,13 @@ from parity_runs import LAYOUTS, plain, trained
 
 import poptorch
 from popengine.order import ORDERS
+from selections import by_turns
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 MODELS = {"digits": Digits, "normed": Normed, "transformer": Transformer}
 DROPOUT = functools.partial(Transformer, 0.1)
-
-
-def by_turns(names, first=0):
-    """All pairs of a name and a model. Each name has one model in turn, from the first one; the others are slow."""
-    models = list(MODELS)
-    for (number, name), model in itertools.product(enumerate(names), models):
-        is_chosen = models[(number + first) % len(models)] == model
-        yield pytest.param(name, model, marks=[] if is_chosen else [pytest.mark.slow])
 
 
 @functools.cache
@@ -41,14 +33,14 @@ def test_twenty_updates_of_a_model_without_blocks_equal_plain_pytorch(name):
     assert trained(MODELS[name], ADAM).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("layout", "name"), [*by_turns(LAYOUTS)])
+@pytest.mark.parametrize(("layout", "name"), by_turns(LAYOUTS, list(MODELS)))
 def test_twenty_updates_in_every_layout_equal_plain_pytorch(layout, name):
     assert trained(MODELS[name], ADAM, LAYOUTS[layout]()).differs_from(expected(MODELS[name], ADAM)) == []
 
 
 @pytest.mark.parametrize(
     ("schedule", "name"),
-    [*by_turns([name for name, order in ORDERS.items() if order.overlaps], first=1)],
+    by_turns([name for name, order in ORDERS.items() if order.overlaps], list(MODELS), first=1),
 )
 def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     """Two stages on each of two ipus; in the transformer the first and the last share a weight."""
@@ -58,7 +50,7 @@ def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     assert trained(MODELS[name], ADAM, strategy).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("rule", "name"), [*by_turns(["sgd with momentum", "adamw"], first=1)])
+@pytest.mark.parametrize(("rule", "name"), by_turns(["sgd with momentum", "adamw"], list(MODELS), first=1))
 def test_each_optimizer_of_torch_updates_as_torch_does(rule, name):
     optimizer = SGD if rule == "sgd with momentum" else ADAMW
     layout = LAYOUTS["two stages"]()

@@ -12,6 +12,7 @@ from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
+from selections import by_turns
 
 
 def options(process: int, processes: int, seed: int | None = None) -> Options:
@@ -142,16 +143,11 @@ def test_the_rows_of_a_replica_are_the_same_in_any_number_of_processes(mode):
         end(loaders)
 
 
-def each_change_and_mode():
-    """All combinations. Each change of the number of processes has one mode in turn; the others are slow."""
-    for number, change in enumerate([(4, 2), (2, 8), (4, 1), (1, 2)]):
-        for turn, mode in enumerate(DataLoaderMode):
-            marks = [] if number % 3 == turn else [pytest.mark.slow]
-            yield pytest.param(*change, mode, marks=marks, id=f"{change[0]}-{change[1]}-{mode.name}")
-
-
-@pytest.mark.parametrize(("before", "after", "mode"), [*each_change_and_mode()])
-def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(before, after, mode):
+@pytest.mark.parametrize(
+    ("change", "mode"), by_turns([(4, 2), (2, 8), (4, 1), (1, 2)], list(DataLoaderMode)), ids=str
+)
+def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(change, mode):
+    before, after = change
     whole = [dealt(1, 0)]
     by_replica(whole)  # an epoch
     expected = by_replica(whole)
