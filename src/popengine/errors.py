@@ -11,7 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
-# Packages whose frames are hidden.
+# Tracebacks leave out the frames of these packages.
 _INTERNAL = ("poptorch", "popengine", "popdist", "popvision", "torch", "contextlib")
 
 

@@ -1,7 +1,7 @@
 """This node (a poprun) among the nodes of a run: which rounds it starts instances in, and when a round ends.
 
-fixed number of instances    `NodeOfRun` starts this node's share. It shares nothing with other nodes: who started
-                             them (`hosts.py`, a scheduler) sees their exit codes, ends them and starts them again
+fixed number of instances    `NodeOfRun` starts this node's share, and nodes share nothing: the process that started
+                             all popruns (`hosts.py`, a scheduler) sees their exit codes, ends and restarts them
 elastic                      `ElasticNode` reads and writes the shared folder, and applies `rounds.decide`
 """
 

@@ -109,8 +109,8 @@ def _record(
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
-    """Run the forward once, on stand-ins for the weights, and return the recording. `reshaped`: by name, tensors whose
-    shapes and dtypes the stand-ins of some buffers get; `constant`: names of buffers that are constants."""
+    """Run the forward once, on stand-ins for the weights, and return the recording. `reshaped`: by name, tensors with
+    the shapes and dtypes of some buffers' stand-ins; `constant`: names of buffers that are constants."""
     with DisableTorchFunctionSubclass(), fake:  # only shapes are read
         stand_ins = StandIns(module, training, reshaped, constant)
         inputs = [empty_like(sample) for sample in samples]
@@ -226,9 +226,8 @@ def _check_made_buffers(first: _RecordedForward, record: Callable[..., _Recorded
         for shelf, content in before:
             shelf.clear()
             shelf.update(content)
-    if fingerprint(first.graph) != fingerprint(
-        second.graph, without={buffer.name for buffer, _ in first.made}
-    ):
+    made = {buffer.name for buffer, _ in first.made}
+    if fingerprint(first.graph) != fingerprint(second.graph, without=made):
         raise CaptureError(text)
 
 

@@ -78,9 +78,8 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
     """
     recorder, final = capture.recorder, capture.final_losses()
     scalars = {recorder.node_of(v): v for v in tensors_of(returned) if _is_loss_candidate(v)}
-    is_returned = any(
-        node in final for node in scalars
-    )  # then PopTorch's rule applies, which refuses several
+    # Of a returned loss, PopTorch's rule applies, which refuses several.
+    is_returned = any(node in final for node in scalars)
     is_tuple = isinstance(returned, tuple | list)
     first = next(iter(returned), None) if is_tuple else returned
     may_be_first = not is_returned and (is_tuple or len(final) < 2)

@@ -328,10 +328,8 @@ class ModelFlags:
             self._warn_once(change, "keeps its seed", "options.randomSeed(seed), before the first call")
 
     def _warn_of_modes(self) -> None:
-        training, changed = (
-            self._model.training,
-            dict[bool, list[str]](),
-        )  # names of layers, by their present mode
+        training = self._model.training
+        changed = dict[bool, list[str]]()  # names of layers, by their present mode
         for name, own in self._layers.items():
             mode = own["training"]
             if mode not in (self._flags[name], self._compiled[name]) and (training or not mode):

@@ -214,9 +214,8 @@ def take_snapshot(
             rates.setdefault("betas" if name.startswith("beta") else name, []).append(value)
         if "velocity_scaling" in given:
             rates.setdefault("velocity_scaling", []).append(given["velocity_scaling"])
-    may_change = (
-        {"fused", "loss_scaling"} if automatic_loss_scaling else {"fused"}
-    )  # "fused" chooses the kernel
+    # "fused" chooses the kernel.
+    may_change = {"fused", "loss_scaling"} if automatic_loss_scaling else {"fused"}
     constants = {name for name, values in rates.items() if _is_constant_rate(optimizer, name, values)}
     label = name_in_messages(optimizer, frozen)
     return Snapshot(label, frozen, hyper, rates, frozenset(constants - may_change))

@@ -48,8 +48,8 @@ class StandIns:
         others: Mapping[str, Tensor] = MappingProxyType({}),
         constant: Container[str] = (),
     ) -> None:
-        """`others`: fake tensors, by name, whose shapes and dtypes some buffers' stand-ins get; `constant`: names of
-        buffers that get none."""
+        """`others`: by name, fake tensors with the shapes and dtypes of some buffers' stand-ins; `constant`: names of
+        buffers without a stand-in."""
         buffers = {name: real for name, real in module.named_buffers() if name not in constant}
         named = [*module.named_parameters(), *buffers.items()]
         _check_members(named, training)

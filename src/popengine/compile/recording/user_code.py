@@ -20,7 +20,7 @@ OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics", "_pytest"}
 _LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
 _APPENDING = {"append", "appendleft", "extend", "add", "insert"}
 _LOADS_A_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"}
-# Code with one of these names may look up a global whose name is a text, of its own or of a caller.
+# Code with one of these names may look up a global by a text, which this code or its caller has.
 LOOKUPS = {
     "globals",
     "vars",
@@ -76,18 +76,23 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
+@functools.cache
 def globals_in(code: CodeType) -> frozenset[str]:
     """Return the names that a function and the functions inside it load from the module's globals, or import. An
     attribute of such a name is another thing."""
     inner = (globals_in(value) for value in code.co_consts if isinstance(value, CodeType))
-    loads = (step.argval for step in dis.get_instructions(code) if step.opname in _LOADS_A_GLOBAL)
+    loads = (step.argval for step in _instructions(code) if step.opname in _LOADS_A_GLOBAL)
     return frozenset(loads).union(*inner)
 
 
 @functools.cache
 def loaded_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that code only appends to (`self.name.append(...)`), and the names that it reads."""
-    steps = pairwise(dis.get_instructions(code))
+    steps = pairwise(_instructions(code))
     pairs = [(step.argval, after.argval) for step, after in steps if step.opname.startswith("LOAD_")]
     read = {name for name, after in pairs if isinstance(name, str) and after not in _APPENDING}
     appended = {name for name, after in pairs if isinstance(name, str) and after in _APPENDING}
