@@ -490,21 +490,11 @@ class Frozen(nn.Module):
         return poptorch.identity_loss(self.loss(self.layer, x), "mean")
 
 
-@pytest.mark.parametrize(
-    ("loss", "why"),
-    [
-        (lambda layer, x: layer(x), "all of them are frozen"),
-        (lambda layer, x: torch.inference_mode()(layer)(x), "forward computes under torch.inference_mode"),
-    ],
-    ids=["frozen", "inference mode"],
-)
-def test_a_model_that_can_not_train_is_refused(loss, why):
-    model = Frozen(loss).requires_grad_("frozen" not in why)
+def test_a_model_that_computes_in_inference_mode_is_refused():
+    model = Frozen(lambda layer, x: torch.inference_mode()(layer)(x))
     executor = poptorch.trainingModel(model, options(accumulation=1), adam(model))
-    with pytest.raises(poptorch.Error, match="no parameter gets a gradient") as caught:
+    with pytest.raises(poptorch.Error, match=r"(?s)gets a gradient.*torch.inference_mode.*inferenceModel"):
         executor(batch(1)[0])
-    assert why in str(caught.value)
-    assert "poptorch.inferenceModel" in str(caught.value)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -515,12 +505,14 @@ def test_a_model_that_can_not_train_is_refused(loss, why):
         lambda layer, x: torch.no_grad()(layer)(x),
         lambda layer, x: nn.functional.dropout(x, 0.5, training=False),
         lambda layer, x: layer(x).argmax(1).float(),
+        lambda layer, x: layer.requires_grad_(False)(x),
     ],
-    ids=["detached", "no_grad", "left out", "in integers"],
+    ids=["detached", "no_grad", "left out", "in integers", "frozen"],
 )
 def test_a_model_whose_loss_depends_on_no_parameter_runs_with_a_warning(loss, accumulation, caplog):
     """As in the original: for example dropout in eval mode within a model that is trained."""
     model = Frozen(loss)
+    loss(model.layer, batch(1)[0])  # one of them freezes the layer
     before = {name: value.clone() for name, value in model.state_dict().items()}
     executor = poptorch.trainingModel(model, options(accumulation=accumulation), adam(model))
     rows = batch(1)[0]

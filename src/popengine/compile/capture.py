@@ -343,21 +343,19 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 
 def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
-    """Log a warning that no parameter gets a gradient; raise CaptureError if none can get one."""
+    """Log a warning that no parameter gets a gradient; raise CaptureError if forward keeps some from getting one."""
     values = (node.meta.get("val") for node in recorder.graph.nodes)
-    if not has_trained:
-        why = "all of them are frozen, by requires_grad_(False)"
-    elif any(isinstance(value, Tensor) and value.is_inference() for value in values):
-        why = "forward computes under torch.inference_mode"
-    else:
-        logger.warning(
-            "the model does not train: no parameter gets a gradient, since the loss depends on none of those that"
-            " require one: forward leaves them out, or computes in torch.no_grad(), with `.detach()` or in integers"
+    why = "all of them are frozen, by requires_grad_(False)"
+    if has_trained:
+        why = (
+            "the loss depends on none of those that require one: forward leaves them out, or computes in"
+            " torch.no_grad(), with `.detach()` or in integers"
         )
-        return
-    raise CaptureError(
-        "the model would not train: no parameter gets a gradient\n"
-        f"  why: {why}\n"
-        "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
-        " poptorch.inferenceModel"
-    )
+        if any(isinstance(value, Tensor) and value.is_inference() for value in values):
+            raise CaptureError(
+                "the model would not train: no parameter gets a gradient\n"
+                "  why: forward computes under torch.inference_mode\n"
+                "  fix: let the loss depend on parameters that require a gradient; or wrap the model with"
+                " poptorch.inferenceModel"
+            )
+    logger.warning("the model does not train: no parameter gets a gradient, since %s", why)

@@ -63,13 +63,14 @@ class TrainState:
 
     def run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run the optimizer's own `step()` on gradients by canonical name; attributes `grad` stay the program's."""
-        parameters = self.parameters()
+        parameters, optimizer = self.parameters(), self.optimizer
         kept = [parameter.grad for parameter in parameters.values()]
         try:
             for name, parameter in parameters.items():
                 parameter.grad = gradients.get(name)
             with torch.enable_grad():  # as in a plain loop
-                self.optimizer.step()
+                # Some programs keep a number under this name.
+                optimizer.step() if callable(optimizer.step) else type(optimizer).step(optimizer)
         finally:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
                 parameter.grad = gradient

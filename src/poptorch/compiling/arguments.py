@@ -32,7 +32,8 @@ _MOST_WORDS = 12  # arguments that a message describes
 class InputKind(NamedTuple):
     """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
 
-    specs: tuple[tuple[str, Spec], ...]  # by argument; paths in **kwargs begin with the keyword
+    # By argument, () if it is left out and its default has tensors; paths in **kwargs begin with the keyword.
+    specs: tuple[tuple[str, Spec], ...]
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
     @property
@@ -58,7 +59,9 @@ class BoundCall:
         specs, known = [], {} if self.like is None else dict(self.like.specs)
         for name, each in self.bound.signature.parameters.items():
             value: Any = self.bound.arguments.get(name)
-            if each.kind is each.VAR_KEYWORD:
+            if name not in self.bound.arguments:  # its default has tensors
+                spec = ()
+            elif each.kind is each.VAR_KEYWORD:
                 keys = sorted(value)
                 parts = (part for key in keys for part in spec_of(value[key], key))
                 spec = ((f"**{name}", Part(dict, tuple(keys))), *parts)
@@ -342,9 +345,11 @@ class CompiledInputs:
     def check_call(self, call: BoundCall, any_shape: bool = False) -> None:
         """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes; with
         `any_shape` other shapes and constants, and arguments, items and keys that are left out or added, are
-        accepted."""
+        accepted. An argument whose default has tensors may be left out or given in any case."""
         pairs = zip(self.kind.specs, call.kind.specs, strict=True)
         for index, ((name, compiled), (_, found)) in enumerate(pairs):
+            if not compiled or not found:
+                continue  # another plan has the default
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
             may_be_left_out = index >= min(call.positional, self.positional) or kind is kind.VAR_POSITIONAL

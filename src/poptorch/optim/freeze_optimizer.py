@@ -87,9 +87,15 @@ def optimizer_kind(optimizer: Any) -> str:
 
 def _updates_as(base: Any, optimizer: Any) -> bool:
     """Return whether an optimizer's `step()` is that of its class `base`: a scheduler may have wrapped it."""
-    step = inspect.unwrap(optimizer.step)
+    step = _step_of(optimizer)
     is_same = getattr(step, "__func__", step) is inspect.unwrap(base.step)
     return is_same and getattr(type(optimizer), "_init_group", None) is getattr(base, "_init_group", None)
+
+
+def _step_of(optimizer: Any) -> Any:
+    """Return the method `step()` of an optimizer, without a scheduler's wrapper. A number that a program keeps as
+    `optimizer.step` is an unexpected attribute."""
+    return inspect.unwrap(optimizer.step if callable(optimizer.step) else type(optimizer).step)
 
 
 def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +110,7 @@ def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
     needs_closure = any(
         argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
-        for argument in inspect.signature(inspect.unwrap(optimizer.step)).parameters.values()
+        for argument in inspect.signature(_step_of(optimizer)).parameters.values()
         if argument.name != "self"
     )
     if needs_closure:
@@ -260,7 +266,8 @@ def unexpected_names(
     # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
     # A scheduler replaces the method `step`, to count its calls.
-    attributes = {name for name in vars(optimizer) if not name.startswith("_") and name != "step"}
+    is_expected = {"step": callable(optimizer.step)}
+    attributes = {name for name in vars(optimizer) if not (name[0] == "_" or is_expected.get(name))}
     of_groups = {f"group {i} attribute": group for i, group in enumerate(optimizer.param_groups)}
     defaults = getattr(optimizer, "defaults", ())
     found = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}

@@ -399,8 +399,29 @@ def test_a_tensor_that_is_a_default_value_is_a_constant(kind):
         (twin(rows.clone()) / 2).backward()
     optimizer.step()
     assert torch.equal(model.weight, twin.weight)
-    with pytest.raises(poptorch.Error, match="Type mismatch for scale"):
-        trainer(x, scale=torch.ones(4, 2))
+
+
+ARGUMENTS = (TWO, 3 * ONE, 5 * ONE)
+CALLS = ((0, ""), (1, ""), (0, "c"), (3, ""), (0, "ac"), (2, "c"), (0, ""))
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_an_argument_with_a_default_tensor_may_be_left_out_in_any_call(first):
+    def forward(x, a=ONE, b=TWO, c=ONE):
+        return x + 2 * a + 4 * b + 8 * c
+
+    executor = wrapped(forward)
+    for count, names in CALLS[first:] + CALLS[:first]:
+        more = {name: ARGUMENTS["abc".index(name)] for name in names}
+        assert torch.equal(
+            executor(ONE, *ARGUMENTS[:count], **more), forward(ONE, *ARGUMENTS[:count], **more)
+        )
+
+
+def test_none_in_place_of_a_default_tensor_is_none():
+    executor = wrapped(lambda x, a=ONE: x if a is None else x + a)
+    for given, expected in (({}, TWO), ({"a": None}, ONE), ({"a": TWO}, 3 * ONE), ({}, TWO)):
+        assert torch.equal(executor(ONE, **given), expected)
 
 
 def test_attributes_of_python_on_an_input_are_an_error():

@@ -167,6 +167,23 @@ def test_unexpected_attributes_are_reported_once(caplog):
     ]
 
 
+@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_number_named_step_is_an_unexpected_attribute(kind, caplog):
+    optimizer = kind(MODEL.parameters(), lr=0.1)
+    executor = poptorch.trainingModel(Loss(MODEL), options(), optimizer)
+    executor(torch.ones(2, 3))
+    optimizer.step = 0
+    before = MODEL.weight.detach().clone()
+    for _ in range(2):
+        executor.setOptimizer(optimizer)
+        executor(torch.ones(2, 3))
+    assert [text.partition(" in ")[0] for text in caplog.messages if "'step'" in text] == [
+        "Ignoring unexpected optimizer attribute"
+    ]
+    assert torch.all(MODEL.weight != before)
+    executor.destroy()
+
+
 def test_loading_a_state_is_not_reported(caplog):
     optimizer = poptorch.optim.LAMB(MODEL.parameters())
     set_optimizer = compiled_with(optimizer)
