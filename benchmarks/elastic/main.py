@@ -26,8 +26,8 @@ TRAIN = Path(__file__).with_name("train.py")
 class Run:
     """A poprun in a process group of its own, whose lines are read as they come."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        words = ("-vv", "--num-replicas=8", "--num-instances=1:2", "--checkpoint-dir", str(folder), *options)
+    def __init__(self, folder: Path) -> None:
+        words = ("-vv", "--num-replicas=8", "--num-instances=1:2", "--checkpoint-dir", str(folder))
         command = [sys.executable, "-m", "poprun", *words, sys.executable, str(TRAIN)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -46,14 +46,14 @@ class Run:
         self.process.communicate()
 
 
-def seconds_to_next_update(how: signal.Signals, *options: str) -> tuple[float, int]:
-    """Send a signal to instance 1 after a checkpoint. Returns: seconds to the next finished call; calls made again."""
+def seconds_to_next_update() -> tuple[float, int]:
+    """Kill instance 1 after a checkpoint. Returns: seconds to the next finished call; calls made again."""
     with tempfile.TemporaryDirectory() as name:
-        run = Run(Path(name), *options)
+        run = Run(Path(name))
         victim = int(run.until(r"instance 1 is process (\d+)")[1])
         before = run.until(rf"call {EVERY + EVERY // 2} (\d+)")
         began = time.time()
-        os.kill(victim, how)
+        os.kill(victim, signal.SIGKILL)
         last = EVERY + EVERY // 2
         while True:
             found = run.until(r"call (\d+) (\d+) ([\d.]+)")
@@ -102,12 +102,10 @@ def cost_of_checkpoints(rounds: int) -> tuple[list[float], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hang-timeout", type=int, default=10)
     flags = parser.parse_args()
     print(environment(), end="\n\n", flush=True)
     torch.set_num_threads(1)
-    kills = [seconds_to_next_update(signal.SIGKILL) for _ in range(flags.rounds)]
-    hang, _ = seconds_to_next_update(signal.SIGSTOP, f"--hang-timeout={flags.hang_timeout}")
+    kills = [seconds_to_next_update() for _ in range(flags.rounds)]
     ratios, processor = cost_of_checkpoints(flags.rounds)
     rows = [
         [
@@ -116,11 +114,6 @@ def main() -> None:
             "2",
         ],
         ["calls made again, at most", str(max(k[1] for k in kills)), str(EVERY)],
-        [
-            f"SIGSTOP, beyond the {flags.hang_timeout} s of --hang-timeout: s",
-            f"{hang - flags.hang_timeout:.1f}",
-            "",
-        ],
         [f"a checkpoint every {EVERY} calls: time of training", f"{statistics.median(ratios):.3f}", "1.02"],
         ["processor time of a checkpoint over that of the calls", f"{processor:.4f}", "0.02"],
     ]

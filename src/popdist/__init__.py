@@ -33,7 +33,6 @@ __all__ = [
     "synchronize",
 ]
 
-_environment.write_stack_at_signal()
 _read_launch = _environment.read_launch
 
 

@@ -12,7 +12,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from popengine.environment import AGENT_STORE, INIT_TIMEOUT, RESTART, RUN_ID, STORE, Launch, is_on_one_host
+from popengine.environment import (
+    AGENT_STORE,
+    INIT_TIMEOUT,
+    RESTART,
+    RUN_ID,
+    STORE,
+    Launch,
+    is_on_one_host,
+    read_seconds,
+)
 from popengine.errors import Error
 from popengine.run.instances import process_group
 
@@ -29,12 +38,7 @@ def connect(launch: Launch) -> None:
     if dist.is_initialized():
         process_group.current()
         return
-    try:
-        seconds = float(os.environ.get(INIT_TIMEOUT, "600"))
-    except ValueError:
-        raise Error(
-            f"{INIT_TIMEOUT} is {os.environ[INIT_TIMEOUT]!r}, and must be a number of seconds"
-        ) from None
+    seconds = read_seconds(INIT_TIMEOUT, 600)
     atexit.register(_disconnect_at_exit)
     process_group.call_in_thread(lambda: _connect_instances(launch, seconds))
 

@@ -4,9 +4,7 @@
 an instance with one replica. This file imports the standard library only, for launchers without torch.
 """
 
-import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,14 +33,13 @@ STORE = "POPDIST_STORE"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 INIT_TIMEOUT = "POPDIST_INIT_TIMEOUT"
+WAIT_LIMIT = "POPDIST_WAIT_LIMIT"
 
 # The folder of `poprun --checkpoint-dir`.
 CHECKPOINTS = "POPDIST_CHECKPOINT_DIR"
 
-# The file to which an instance writes its stacks at the signal: its agent reads the line of a hang from it.
-STACK = "POPRUN_STACK_FILE"
-STATUS = ".status"  # the suffix of the file beside it, to which `write_status` writes
-STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", -8) + 8 or None  # Linux
+# The file that exists while an instance has lost a peer: if the instance fails then, its peer has failed before.
+LOST_PEER = "POPRUN_LOST_PEER_FILE"
 
 # A folder of modules with the names of other libraries (Horovod, libpvti), on the path of poprun's processes only.
 ALIASES = str(Path(__file__).parents[1] / "poprun" / "aliases")
@@ -53,8 +50,7 @@ TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 # Of a Slurm step: a batch script itself is one process, though its job has several tasks.
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
-
-_status_path: str | None = None  # set by `write_stack_at_signal`
+_YEAR = 365 * 86_400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -164,23 +160,13 @@ def read_integer(environment: Mapping[str, str], name: str, default: int | None 
         ) from None
 
 
-def write_stack_at_signal() -> None:
-    """Let the signal `STACK_SIGNAL` write the stacks of all threads to the file that `STACK` names, after our id."""
-    global _status_path
-    path = os.environ.pop(STACK, None)  # child processes have none
-    _status_path = path and f"{path}{STATUS}"
-    if path and STACK_SIGNAL is not None:
-        file = open(path, "w")  # noqa: SIM115  for the rest of the process
-        print(os.getpid(), file=file, flush=True)
-        faulthandler.register(STACK_SIGNAL, file)
-
-
-def write_status(text: str) -> None:
-    """Write a text to a file that poprun reads (`poprun.hangs`); without poprun do nothing."""
-    if _status_path:
-        with suppress(OSError):
-            Path(f"{_status_path}~").write_text(text)
-            os.replace(f"{_status_path}~", _status_path)
+def read_seconds(name: str, default: float) -> float:
+    """Return the number of seconds in an environment variable, or `default`. Raises ValueError, if it is none."""
+    text = os.environ.get(name, str(default))
+    with suppress(ValueError):
+        if 0 < float(text) <= _YEAR:
+            return float(text)
+    raise ValueError(f"{name} is {text!r}, and must be a number of seconds, more than 0 and at most a year")
 
 
 def path_with_aliases(path: str) -> str:

@@ -4,8 +4,8 @@
 
 `command_line.py` parses the arguments; `hosts.py` starts a poprun on each host by ssh; `agent.py` starts the instances
 of this host in each round; `nodes.py` says when rounds begin and end, in an elastic run by `rounds.py`, a pure function
-of what all popruns write to a shared folder (`shared_folder.py`, `presence.py`); `hangs.py` kills instances that
-hang; `guard.py` kills all processes when one of poprun's own is killed.
+of what all popruns write to a shared folder (`shared_folder.py`, `presence.py`); `guard.py` kills all processes when
+one of poprun's own is killed.
 """
 
 import sys

@@ -12,19 +12,17 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
-from popengine.environment import INIT_TIMEOUT, RESTART, STACK, path_with_aliases
+from popengine.environment import INIT_TIMEOUT, LOST_PEER, RESTART, path_with_aliases
 
 from . import instance as instance_program
 from .command_line import CommandLine
 from .guard import shell_exit_code
-from .hangs import HangDetector
 from .hosts import CONSEQUENCE, WATCH
 from .nodes import ElasticNode, NodeOfRun
 from .shared_folder import RunLost
@@ -33,7 +31,7 @@ from .topology import Node, instance_launch, numa_cores, share_text
 PATIENCE = 5  # seconds for the other instances to end after one has failed
 PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernetes kills after 30
 _PATIENCE_FOR_CAUSE = 20  # seconds for another instance to fail, if those that failed had lost a peer
-_POLL = 0.2  # seconds between two checks of the other nodes, and for instances that hang
+_POLL = 0.2  # seconds between two checks of the other nodes
 _LAST_LINES = 20
 
 
@@ -79,9 +77,7 @@ def _run_round(node: NodeOfRun) -> int | None:
         for instance, pid in instances.running.items():
             share = share_text(instance_launch(request, current.instances, instance))
             log.debug(f"instance {instance} is process {pid}, with {share}")
-        detector = HangDetector(node)
-        while (failed := instances.first_failure(detector.has_lost_peer)) is None:
-            detector.kill_hanging(instances.running)
+        while (failed := instances.first_failure()) is None:
             state = node.round_state(is_done=not instances.running and not instances.failed)
             if state == "finished":
                 return 0
@@ -92,7 +88,7 @@ def _run_round(node: NodeOfRun) -> int | None:
                 failed = instances.failed[0]
                 break
             instances.wait(_POLL)
-        first_place = node.end_round(detector.has_lost_peer(failed))
+        first_place = node.end_round(instances.has_lost_peer(failed))
     return _report_failure(node, instances, failed, first_place)
 
 
@@ -119,7 +115,7 @@ def _instance_variables(node: NodeOfRun, local: int) -> dict[str, str]:
         RESTART: str(current.number),
         "PANDO_RESTARTS": str(int(os.environ.get("PANDO_RESTARTS", "0")) + current.number),
         **node.store_variables(),
-        STACK: node.stack_path(instance),
+        LOST_PEER: str(node.lost_peer_path(instance)),
     }
 
 
@@ -148,7 +144,7 @@ class Instances:
     """The processes of this node's instances in one round, started at once. Leaving the `with` ends them."""
 
     def __init__(self, node: NodeOfRun) -> None:
-        request, indices = node.request, range(node.round.counts[node.name])
+        self._node, request, indices = node, node.request, range(node.round.counts[node.name])
         self._first = first = node.round.first_instance(node.name)
         self._silent = {i: _silenced_streams(request, first + i) for i in indices}
         tee = Std.ALL if request.tags_output else Std.NONE
@@ -193,10 +189,14 @@ class Instances:
         """Return the indices of the instances that have failed, in the order of their ends."""
         return [instance for instance, code in self.exit_codes.items() if code]
 
-    def first_failure(self, has_lost_peer: Callable[[int], bool]) -> int | None:
+    def has_lost_peer(self, instance: int) -> bool:
+        """Return whether an instance has lost the connection to a peer that failed or ended."""
+        return self._node.lost_peer_path(instance).exists()
+
+    def first_failure(self) -> int | None:
         """Return the index of the instance that failed first; None if no instance has failed. An instance that
         failed because it lost a peer is the first only if no other one fails within 20 s."""
-        causes = [instance for instance in self.failed if not has_lost_peer(instance)]
+        causes = [instance for instance in self.failed if not self.has_lost_peer(instance)]
         if causes or not self.failed:
             return next(iter(causes), None)
         self._waits_until = self._waits_until or time.monotonic() + _PATIENCE_FOR_CAUSE

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from popengine.command_parser import CommandParser
-from popengine.environment import CHECKPOINTS, pando_version
+from popengine.environment import CHECKPOINTS, WAIT_LIMIT, pando_version
 
 from . import Log
 
@@ -37,9 +37,7 @@ class CommandLine:
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
     max_restarts: int = 0  # after failures; in an elastic run: without a new checkpoint
-    hang_timeout: float = 600  # seconds without progress until an instance is killed; 0: no limit
-    ends_idle: bool = False  # whether an idle instance is killed although no peer waits for it
-    variables: tuple[tuple[str, str], ...] = ()  # of `-x` and `--executable-cache-path`
+    variables: tuple[tuple[str, str], ...] = ()  # of `-x` and of options that set one
     tags_output: bool = False
     only_output_from_instance: int | None = None  # the instance whose output is shown
     only_stdout_from_instance: int | None = None  # the instance whose standard output is shown
@@ -83,6 +81,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     variables = {name: value if equals else environment[name] for name, equals, value in known}
     if options.executable_cache_path:
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
+    if options.wait_limit is not None:
+        variables[WAIT_LIMIT] = f"{options.wait_limit:g}"
     folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
     if folder:
         variables[CHECKPOINTS] = folder
@@ -91,7 +91,6 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     changed = {
         "checkpoint_dir": folder,
         "max_restarts": (3 if fewest else 0) if options.max_restarts is None else options.max_restarts,
-        "hang_timeout": 600 if options.hang_timeout is None else options.hang_timeout,
     }
     return CommandLine(
         **unchanged | changed,
@@ -100,7 +99,6 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         instances=most,
         fewest_instances=fewest,
         hosts=tuple(host.strip() for host in (options.host or "").split(",") if host.strip()),
-        ends_idle=bool(fewest) or options.hang_timeout is not None,
         variables=tuple(variables.items()),
         tags_output=options.tag_output or mpi.tag_output,
         recorded=tuple(name for name in _RECORDED if getattr(options, name.replace("-", "_")) is not None),
@@ -120,7 +118,7 @@ _RECORDED = (
     *("num-ilds", "sync-type", "host-subnet", "synchronise-python-venv", "synchronise-poplar-sdk"),
     *("distribute-ssh-key", "offline-mode"),
 )
-_LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "hang_timeout": 0}
+_LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "wait_limit": 1}
 _SWITCHES = {"allow-run-as-root", "reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 _AFTER_OPTIONS = (  # the paragraphs of --help that follow the options
     "Example: poprun --num-instances 2 --num-replicas 2 python3 train.py",
@@ -153,7 +151,7 @@ class _Parser(CommandParser):
         add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses (1)")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances; ssh starts them")
         add("--max-restarts", **number, help="restarts after failures (0; elastic: 3)")
-        add("--hang-timeout", type=float, metavar="SECONDS", help="kill instances without progress (600)")
+        add("--wait-limit", **number, help="seconds that an instance waits for another (1800)")
         add("-x", **several, metavar="NAME[=VALUE]", help="set an environment variable in all instances")
         add("--executable-cache-path", metavar="DIR", help="the folder of compiled models")
         add("--tag-output", **switch, default=False, help="begin each line with its instance's number (no)")

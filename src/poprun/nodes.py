@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from popdist.checkpoint_files import call_number, complete_checkpoints
 from popengine.environment import AGENT_STORE, RUN_ID, STORE
@@ -38,11 +37,10 @@ class NodeOfRun:
         self.request, self.node, self.folder = request, node, folder
         self.name = str(node.rank)
         self.round = Round()  # the newest round in which this node has instances
-        self.waits: dict[int, Any] = {}  # by instance of this node: the peer that it waits for (`hangs.py`)
 
-    def stack_path(self, instance: int) -> str:
-        """Return the path of the file to which an instance of `round` writes the stacks of its threads."""
-        return f"{self.folder}/stack-{self.round.number}-{instance}"
+    def lost_peer_path(self, instance: int) -> Path:
+        """Return the path of the file that exists while an instance of `round` has lost a peer."""
+        return Path(f"{self.folder}/lost-peer-{self.round.number}-{instance}")
 
     def store_variables(self) -> dict[str, str]:
         """Return variables for instances: their store, unless instance 0 serves it, and a run's id that is equal on
@@ -73,10 +71,6 @@ class NodeOfRun:
         """End the round after an instance has failed. Return where the failure was that caused this one, if it was not
         on this node; else "". `has_lost_peer`: whether the instance had lost a peer"""
         return "another host" if has_lost_peer and self.node.count > 1 else ""
-
-    def peer_waits(self) -> dict[int, Any]:
-        """Return for each waiting instance the wait for a peer."""
-        return self.waits
 
     def close(self, is_end: bool) -> None:
         """Leave the run. `is_end`: whether it has ended, and this node won't come back"""
@@ -141,12 +135,6 @@ class ElasticNode(NodeOfRun):
             if newest.node not in ("", self.name):
                 return f"node {newest.node}"
         return ""
-
-    def peer_waits(self) -> dict[int, Any]:
-        """Return for each waiting instance the wait for a peer, of all nodes of the round."""
-        records = [self._presence.records.get(name, {}) for name in self.round.counts]
-        waits = [item for record in records for item in record.get("waits", {}).items()]
-        return {int(instance): wait for instance, wait in waits} | self.waits
 
     def close(self, is_end: bool) -> None:
         self._shared.close(is_end)
@@ -221,7 +209,6 @@ class ElasticNode(NodeOfRun):
             "unreached": self._reach.lasting_errors(self._presence.clock),
             "checkpoint": checkpoint,
             "since": self._since,
-            "waits": self.waits,
         }
         self._shared.write_record(json.dumps(record))
 

@@ -24,7 +24,6 @@ FIRST_ROUND_PATIENCE = 10.0  # seconds that the first round waits for expected n
 #     unreached     why it could not reach a node for a while, by id
 #     checkpoint    the number of calls before the newest checkpoint; -1: none
 #     since         `checkpoint` when the node came, or last could not reach a node of the running round
-#     waits         the waits of its instances (`hangs.py`)
 Record = dict[str, Any]
 Records = Mapping[str, Record]
 

@@ -416,6 +416,34 @@ def test_whoever_waits_long_is_told_for_whom(tmp_path):
     assert not [text for text in late.value if "instance 1" in text]  # nobody waits for itself
 
 
+def wait_at_most_two_seconds(folder):
+    popdist.init()
+    executor, model, _ = training.executor()
+    executor(*training.batch(0))
+    before = training.weights(model)
+    if popdist.getInstanceIndex() == 2:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.05)
+        return caught(lambda: executor(*training.batch(1)))
+    message = caught(lambda: executor(*training.batch(1)))
+    (folder / f"{popdist.getInstanceIndex()}").touch()
+    return message, training.weights(model) == before
+
+
+def test_a_wait_for_an_instance_that_is_alive_ends_at_the_limit_with_an_error_that_names_it(tmp_path):
+    limits = ("2", "2", str(processes.LIMIT))
+    environments = [
+        {**environment, "POPDIST_WAIT_LIMIT": limit}
+        for environment, limit in zip(processes.launches(3), limits, strict=True)
+    ]
+    first, second, late = processes.finish(processes.start(wait_at_most_two_seconds, environments, tmp_path))
+    for message, has_its_weights in (first.value, second.value):
+        assert "another instance has left the run: instance 2 has not arrived at call 2 of the run" in message
+        assert "for 2 s, the limit (poprun --wait-limit, POPDIST_WAIT_LIMIT)" in message
+        assert has_its_weights
+    assert "another instance has left the run" in late.value
+
+
 def stopped_with_the_store(folder):
     popdist.init()
     popdist.synchronize()

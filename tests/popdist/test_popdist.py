@@ -21,6 +21,13 @@ def launched(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "1e9"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(value, monkeypatch):
+    monkeypatch.setenv(environment.WAIT_LIMIT, value)
+    with pytest.raises(ValueError, match=f"POPDIST_WAIT_LIMIT is '{value}', and must be a number of seconds"):
+        environment.read_seconds(environment.WAIT_LIMIT, 600)
+
+
 def test_without_a_launcher_there_is_one_instance_with_one_replica():
     assert not popdist.isPopdistEnvSet()
     assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (1, 1)

@@ -61,7 +61,7 @@ def main():
         if hold in holds and not (folder / f"go-{hold}").exists():
             os.write(1, f"holds {hold} of {instances} in {os.getpid()}\n".encode())
             while not (folder / f"go-{hold}").exists():
-                time.sleep(0.0005)  # often enough to count as progress
+                time.sleep(0.005)
         rows, _ = trainer(*batch)
         torch.save(rows, folder / "rows" / f"{call}-{instance}-{instances}")
     if not trainer.isCompiled():  # restored after the last call: the round before was ended late

@@ -4,10 +4,10 @@
 
 A script starts a poprun with room for some instances, on one of two hosts (network namespaces, where allowed).
 At some calls instance 0 waits, and one of these is done: SIGKILL to an instance, to a poprun's guard or to its agent;
-SIGSTOP to an instance or an agent, which the others have to notice; another poprun; the hosts can't reach each other;
-the disk with the checkpoint folder is full; the newest checkpoint is damaged and an instance killed. At the next such
-call stopped agents continue, and network and disk are as before. The last line counts the scripts that did not end, and
-those that ended in another state or read other rows.
+SIGSTOP to an agent, or to one of several instances, which the others have to notice; another poprun; the hosts can't
+reach each other; the disk with the checkpoint folder is full; the newest checkpoint is damaged and an instance killed.
+At the next such call stopped agents continue, and network and disk are as before. The last line counts the scripts that
+did not end, and those that ended in another state or read other rows.
 """
 
 import argparse
@@ -173,11 +173,12 @@ def act(action, chance, runs, start, folder, hosts):
         os.kill(run.agent(), signal.SIGKILL)
         run.wait()
     else:
-        number = signal.SIGKILL if action == "kill an instance" else signal.SIGSTOP
         while True:
             # There are none for a moment, or they end, if a node has come and all start again.
             with contextlib.suppress(IndexError, ProcessLookupError):
-                os.kill(chance.choice([pid for each in runs for pid in instances_of(each)]), number)
+                instances = [pid for each in runs for pid in instances_of(each)]
+                stops = action == "stop an instance" and len(instances) > 1  # else no peer would wait for it
+                os.kill(chance.choice(instances), signal.SIGSTOP if stops else signal.SIGKILL)
                 break
             time.sleep(0.02)
     return []
@@ -202,7 +203,7 @@ def play_on(poprun, folder, seed, hosts, actions):
 
     def start():
         slots = chance.choice((1, 1, 2, 2, 3, 4, 8))
-        options = (f"--instances-per-node={slots}", "--hang-timeout=30", "--max-restarts=9")
+        options = (f"--instances-per-node={slots}", "--wait-limit=30", "--max-restarts=9")
         place = hosts.variables(chance) if hosts else {}
         runs.append(
             poprun(*command(folder, *options, holds=[f"{call}-0" for call in calls]), MODE=mode, **place)

@@ -127,6 +127,7 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("--num-replicas 4", "the program is missing"),
         ("--num-replicas", "argument --num-replicas: a value is missing"),
         ("--num-replicas=four python3", "argument --num-replicas: invalid int value: 'four'"),
+        ("--wait-limit=0 python3", "--wait-limit must be at least 1, got 0"),
         ("--num-replicas=0 python3", "--num-replicas must be at least 1, got 0"),
         (
             "--num-replicas=4 --num-instances=3 python3",
@@ -165,11 +166,15 @@ def test_a_faulty_command_line_ends_with_code_2_and_the_reason(line, complaint, 
     assert said.startswith("poprun: error: ") and complaint in said
 
 
+def test_the_limit_of_waits_is_a_variable_of_the_instances():
+    assert request("--wait-limit 90 python3").variables == (("POPDIST_WAIT_LIMIT", "90"),)
+
+
 def test_a_range_of_instances_is_an_elastic_run():
     line = "--num-replicas 8 --num-instances 2:8 --checkpoint-dir /c python3"
     found = request(line)
     assert (found.fewest_instances, found.instances, found.is_elastic) == (2, 8, True)
-    assert (found.max_restarts, found.hang_timeout, found.ends_idle) == (3, 600, True)
+    assert found.max_restarts == 3
     assert found.variables == (("POPDIST_CHECKPOINT_DIR", "/c"),)
 
 

@@ -139,11 +139,8 @@ def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tm
 
 @pytest.mark.slow
 def test_a_node_that_stops_is_lost_and_takes_part_again_when_it_continues(poprun, tmp_path, undisturbed):
-    """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT. Without a limit for
-    hanging instances: such a node used to be waited for in silence."""
-    words = command(
-        tmp_path, "--instances-per-node=2", "--hang-timeout=0", holds=["1-0", "4-0", "7-0"], instances="2:4"
-    )
+    """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT."""
+    words = command(tmp_path, "--instances-per-node=2", holds=["1-0", "4-0", "7-0"], instances="2:4")
     first = poprun("-v", *words)
     first.until("holds 1-0 of 2")
     second = poprun("-v", *words)

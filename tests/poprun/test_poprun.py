@@ -258,3 +258,29 @@ def test_an_instance_that_fails_since_it_has_lost_its_peer_is_not_called_the_fir
     run = poprun(*TWO, sys.executable, "-c", BAD_LABEL, tmp_path / "pid")
     assert run.wait() == 1, run.said()
     assert "instance 1 of 2 failed first, with exit code 1" in run.said(), run.said()
+
+
+STOPS = """
+import os, pathlib, signal, sys
+attempt, rank, file = os.environ["PANDO_RESTARTS"], os.environ["RANK"], pathlib.Path(sys.argv[1])
+os.environ["POPDIST_WAIT_LIMIT"] = "600" if attempt == "1" else os.environ["POPDIST_WAIT_LIMIT"]
+import popdist
+
+popdist.init()
+popdist.synchronize()
+if attempt == "1":
+    assert not os.path.exists("/proc/" + file.read_text())
+elif rank == "1":
+    file.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+popdist.synchronize()
+"""
+
+
+def test_a_stopped_instance_is_named_at_the_limit_and_killed_and_the_run_restarts(poprun, tmp_path):
+    options = ("--wait-limit=5", "--max-restarts=1")
+    run = poprun(*TWO, *options, sys.executable, "-c", STOPS, tmp_path / "pid")
+    assert run.wait() == 0, run.said()
+    assert "instance 1 has not arrived at popdist.synchronize() for 5 s, the limit" in run.said()
+    assert "instance 0 of 2 failed first, with exit code 1" in run.said()
+    assert run.nothing_left()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...environment import write_status
+from ...environment import LOST_PEER, WAIT_LIMIT, read_seconds
 from ...errors import Error, UnrecoverableError
 
 logger = logging.getLogger("popengine")
 
 WARN_AFTER = 60.0  # seconds of a wait for a peer between warnings
-_FOREVER = timedelta(days=365)
+_WAIT_LIMIT = 1800.0  # seconds of a wait for a peer, as in torch.distributed
 
 
 class Tag(IntEnum):
@@ -125,6 +126,7 @@ class Connections:
         self._lock = threading.RLock()
         self._connecting = threading.Lock()
         self._is_watched = False
+        self._limit = read_seconds(WAIT_LIMIT, _WAIT_LIMIT)
         self._waits: dict[int, _PeerWait] = {}  # by thread id
 
     # ---- messages ----------------------------------------------------------------------------------------
@@ -174,21 +176,15 @@ class Connections:
 
     # ---- waits -------------------------------------------------------------------------------------------
 
-    def _report_waits(self) -> None:
-        """Write each second for which peer this instance waits (poprun reads it); warn after each `WARN_AFTER`."""
-        count = 0
-        while not _process_ends.wait(pause := min(1.0, WARN_AFTER / 2)):
-            now = time.monotonic()
-            waits = [wait for wait in list(self._waits.values()) if now - wait.since > pause]
-            if (waits or count) and not self._failure:
-                count = count + 1 if waits else 0
-                news = [{"for": wait.peer, "what": wait.what, "count": count} for wait in waits[:1]]
-                write_status(json.dumps(news[0] if news else {}))
-            for wait in waits:
-                if now - wait.since > (limit := WARN_AFTER * (wait.warnings + 1)):
-                    logger.warning(
-                        "instance %d has not arrived at %s for %.0f s", wait.peer, wait.what, limit
-                    )
+    def _watch_waits(self) -> None:
+        """Warn after each `WARN_AFTER` of a wait for a peer; at the limit close the gloo group, which ends the run."""
+        while not _process_ends.wait(min(1.0, WARN_AFTER / 2)):
+            for wait in list(self._waits.values()):
+                waited = time.monotonic() - wait.since
+                if waited > self._limit:
+                    self._abort(_limit_text(wait.peer, wait.what, self._limit), True)
+                elif waited > (seconds := WARN_AFTER * (wait.warnings + 1)):
+                    logger.warning("%s", _wait_text(wait.peer, wait.what, seconds))
                     wait.warnings += 1
 
     def publish(self, key: str, text: str) -> None:
@@ -206,26 +202,29 @@ class Connections:
             if self._group is not None:
                 return
             try:
-                self.await_peers(what)
+                if missing := self.await_peers(what, self._limit):
+                    raise RuntimeError(_limit_text(missing[0], what, self._limit))
                 self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
                 store = dist.PrefixStore(f"{self._name}/{self._number}", self._store)
-                group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=_FOREVER)
+                # Gloo's limit comes later than this class's: it would say less.
+                seconds = timedelta(seconds=self._limit + WARN_AFTER)
+                group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=seconds)
             except RuntimeError as error:
                 self._failure, self._has_ended = str(error), True
-                write_status(json.dumps({"lost": str(error)}))
+                _mark_lost_peer(True)
                 raise self._new_error() from error
             finally:
                 self._waits.pop(threading.get_ident(), None)
             with self._lock:
                 self._group, self._failure = group, ""
-            write_status("{}")
+            _mark_lost_peer(False)
 
-    def await_peers(self, what: str, seconds: float = math.inf) -> list[int]:
+    def await_peers(self, what: str, seconds: float) -> list[int]:
         """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and return the
         global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
             self._is_watched = True
-            TorchThread(self._report_waits).start()
+            TorchThread(self._watch_waits).start()
         prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
@@ -257,13 +256,16 @@ class Connections:
     def abort(self, why: str) -> None:
         """Close the gloo group after a failure in this instance, if connected. All threads that wait for messages, also
         in peers, then raise PeerFailed with the text "instance N", then `why`."""
+        self._abort(f"instance {self.ranks[self.rank]} {why}", False)
+
+    def _abort(self, why: str, ends: bool) -> None:
+        """Close the gloo group, if connected, here and in all peers, with this reason. `ends`: whether the run ends"""
         with self._lock:
             if self._group is not None:
-                failure = f"instance {self.ranks[self.rank]} {why}", False
-                publishing = TorchThread(self._publish_failure, *failure)
+                publishing = TorchThread(self._publish_failure, why, ends)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
-                self._close_group(*failure)
+                self._close_group(why, ends)
 
     def close(self) -> None:
         """Close the gloo group at the end of this process, if connected: peers that wait for it raise PeerLost."""
@@ -284,18 +286,18 @@ class Connections:
             if self._group is not None and self._number == number:
                 gone = f"instance {self.ranks[peer]} has left the run ({str(error).splitlines()[0]})"
                 self._close_group(*self._publish_failure(gone, True))
+                _mark_lost_peer(True)
             return self._new_error()
 
     def _close_group(self, why: str, ends: bool) -> None:
         """Close the gloo group by a receive that times out, which ends all waits; store why it was closed."""
         group, self._group = self._group, None
+        assert group is not None
         self._failure, self._has_ended = why, ends
-        if not why.startswith(f"instance {self.ranks[self.rank]} "):
-            write_status(json.dumps({"lost": why}))  # a failure that follows is a consequence
         self._number += 1
-        if group is not None:
+        for peer in self.peers:  # a receive from a peer that has ended closes nothing
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], self.peers[0], Tag.CUT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, Tag.CUT).wait(timedelta(milliseconds=1))
 
     def _new_error(self) -> Error:
         """Return a PeerLost if the run ends, else a PeerFailed, with the reason of the closed gloo group."""
@@ -310,3 +312,18 @@ class Connections:
             f"another instance failed: {self._failure}\n"
             "  in all instances the weights are those of the last finished update"
         )
+
+
+def _wait_text(peer: int, what: str, seconds: float) -> str:
+    return f"instance {peer} has not arrived at {what} for {seconds:.0f} s"
+
+
+def _limit_text(peer: int, what: str, seconds: float) -> str:
+    return f"{_wait_text(peer, what, seconds)}, the limit (poprun --wait-limit, {WAIT_LIMIT})"
+
+
+def _mark_lost_peer(is_lost: bool) -> None:
+    """Create or remove the file `LOST_PEER`, if poprun has set it."""
+    if name := os.environ.get(LOST_PEER):
+        with suppress(OSError):
+            Path(name).touch() if is_lost else Path(name).unlink(missing_ok=True)
