@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "popengine.update": VALUES,
     "popart": set(),
     "popengine.environment": set(),
+    "popengine.import_hook": set(),
     "popengine.command_parser": {"popengine.errors"},
     "popdist": {"popengine.environment", "popdist.rendezvous", "popdist.collectives"},
     "popdist.store": set(),
@@ -58,7 +59,7 @@ MAY_IMPORT = {
         "popengine.profile",
         "popengine.stages",
     },
-    "lightning_ipu.autoload": set(),
+    "lightning_ipu.autoload": {"popengine.import_hook"},
     "lightning_ipu": VALUES
     | ENGINE
     | {"poptorch", "popdist", "popengine.environment", "popdist.poptorch", "popdist.collectives"}
@@ -188,7 +189,7 @@ def test_run_and_compile_meet_only_in_the_values():
         "popengine",
         "popengine.profile",
         "popengine.environment",
-        "popart",
+        "popengine.import_hook",
         "lightning_ipu.autoload",
         "ipujob.cli",
     ],

@@ -1,10 +1,8 @@
-"""Registers `accelerator="ipu"` with Lightning: torch calls `install` at the end of `import torch`.
+"""Registers `accelerator="ipu"` with an imported Lightning (`popengine.import_hook` says when).
 
-If Lightning is imported later, a finder (PEP 451) calls `install` again after the import of the module that
-chooses strategies. Then `install` registers the accelerator and the strategy, adds the classes that Lightning
-no longer has, and wraps the method that chooses strategies. The classes are built at their first use; this
-module imports the standard library only. A Lightning with IPU classes of its own (1.x, 2.0) is not changed.
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` prevents torch's call.
+`add_ipus` registers the accelerator and the strategy, adds the classes that Lightning no longer has, and wraps the
+method that chooses strategies. The classes are built at their first use; this module imports the standard library
+only. A Lightning with IPU classes of its own (1.x, 2.0) is not changed.
 """
 
 import functools
@@ -12,11 +10,13 @@ import importlib
 import sys
 import types
 import warnings
-from importlib.machinery import ModuleSpec
 from typing import Any
 
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_CONNECTORS = {f"{package}.trainer.connectors.accelerator_connector": package for package in PACKAGES}
+from popengine.import_hook import CONNECTORS, install
+
+__all__ = ["PACKAGES", "add_ipus", "install"]  # `install`: older installations have it as torch's entry point
+
+PACKAGES = tuple(CONNECTORS.values())
 _CLASSES = {
     "strategies": ("IPUStrategy",),
     "accelerators": ("IPUAccelerator",),
@@ -25,35 +25,14 @@ _CLASSES = {
 }
 
 
-def install() -> None:
-    """Add ipus to each imported Lightning package, and to others after their import. Warn if this fails."""
+def add_ipus() -> None:
+    """Add ipus to each imported Lightning package. Warn if this fails."""
     try:
-        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Finder())  # pyright: ignore[reportArgumentType]
-        for name, package in _CONNECTORS.items():
+        for name, package in CONNECTORS.items():
             if name in sys.modules:
                 _patch_package(package, sys.modules[name])
     except Exception as error:
         warnings.warn(f"Pando can't add ipus to Lightning: {error}", stacklevel=2)
-
-
-class _Finder:
-    """A meta path finder that calls `install` after the import of a module that chooses strategies."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _CONNECTORS:
-            return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_install(module: types.ModuleType) -> None:
-                execute(module)
-                install()
-
-            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
-        return spec
 
 
 def _patch_package(package: str, connector: types.ModuleType) -> None:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -90,27 +92,38 @@ def test_torch_is_imported_where_there_is_no_lightning():
     """)
 
 
-def test_installing_imports_the_standard_library_alone():
-    run("""
+def test_importing_torch_adds_a_hook_and_imports_nothing_of_lightning(tmp_path):
+    """The metadata of this checkout come first on the path, since an installation may be older."""
+    metadata = tmp_path / "pando_torch-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: pando-torch\nVersion: 0\n")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    entries = "".join(f"{n} = {v}\n" for n, v in project["entry-points"]["torch.backends"].items())
+    (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{entries}")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    code = """
         import sys
-        before = set(sys.modules)
-        from lightning_ipu.autoload import install
-        install(); install()
-        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-        loaded -= {"lightning_ipu", *sys.stdlib_module_names}
-        assert not loaded, loaded
+        import torch
+        assert not [name for name in sys.modules if name.startswith(("lightning", "pytorch_lightning"))]
+        assert {name for name in sys.modules if name.startswith("pop")} == {"popengine", "popengine.import_hook"}
+        from popengine.import_hook import install
+        install()
         assert [type(finder).__name__ for finder in sys.meta_path].count("_Finder") == 1
-    """)
+        import lightning.pytorch as pl
+        assert "poptorch" not in sys.modules
+        assert type(pl.Trainer(accelerator="ipu", logger=False).strategy).__name__ == "IPUStrategy"
+    """
+    run(code, PYTHONPATH=path)
 
 
 def test_what_fails_inside_is_a_warning(monkeypatch):
-    import lightning.pytorch  # noqa: F401  `install` acts on modules that are there already
+    import lightning.pytorch  # noqa: F401  `add_ipus` acts on modules that are there already
 
     from lightning_ipu import autoload
 
     monkeypatch.setattr(autoload, "_patch_package", lambda package, module: 1 / 0)
     with pytest.warns(UserWarning, match="Pando can't add ipus to Lightning"):
-        autoload.install()
+        autoload.add_ipus()
 
 
 def test_devices_are_counted(pl):
