@@ -93,7 +93,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/mnist_pipeline/main.py
 
 bench-all: bench
-	for name in resnet resnet20 bert gpt2 large instances parts elastic lightning updates half layout overhead start memory balance advice; do $(BIN)/python benchmarks/$$name/main.py || exit; done
+	for name in resnet resnet20 bert gpt2 large instances parts elastic lightning updates half layout overhead start memory balance; do $(BIN)/python benchmarks/$$name/main.py || exit; done
 
 clean:
 	rm -rf $(VENV) build dist

@@ -220,8 +220,7 @@ _MODULES = {
     "popdist.collectives": (),
     "popdist.poptorch": (),
     "lightning_graphcore": ("IPUAccelerator", "IPUPrecision", "IPUStrategy"),
-    "poptorch.compiling.compilation_log": ("Overview",),  # what `describe` and `plan` return
-    "popvision.plan": ("Estimates",),
+    "poptorch.compiling.compilation_log": ("Overview",),  # what `describe` returns
 }
 _PACKAGES = ("poptorch", "popdist", "popengine", "popvision", "lightning_ipu", "lightning_graphcore")
 

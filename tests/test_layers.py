@@ -25,7 +25,6 @@ VALUES = {
     "popengine.order",
     "popengine.piece",
     "popengine.schedules",
-    "popengine.stages",
     "popengine.texts",
 }
 # What each command may import: files that need the standard library only.
@@ -57,7 +56,6 @@ MAY_IMPORT = {
         "popengine",
         "popengine.order",
         "popengine.profile",
-        "popengine.stages",
     },
     "lightning_ipu.autoload": {"popengine.import_hook"},
     "lightning_ipu": VALUES
@@ -70,7 +68,6 @@ MAY_IMPORT = {
 # The imports upwards: who writes a page loads the viewer, and only then.
 EXCEPTIONS = {
     "poptorch.reporter": {"popvision.report"},
-    "poptorch.executor.wrapping": {"popvision.machine", "popvision.plan"},
 }
 
 # Folders that import each other. This list may only shrink.

@@ -68,9 +68,8 @@ def test_one_class_name_is_one_class():
 
 def test_each_dotted_name_in_documents_and_docstrings_exists():
     """`poptorch.notes.note` had moved, and pages still named it."""
-    texts = {p: p.read_text() for p in ROOT.glob("*.md")} | {
-        p: p.read_text() for p in ROOT.glob("docs/**/*.md")
-    }
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]  # the changelog also names what is gone
+    texts = {path: path.read_text() for path in pages if path.name != "CHANGELOG.md"}
     for path in ROOT.glob("src/**/*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))
         kinds = ast.FunctionDef | ast.ClassDef | ast.Module

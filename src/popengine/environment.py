@@ -24,8 +24,6 @@ PARTS = "POPDIST_NUM_INSTANCES_PER_REPLICA"  # with launchers other than poprun;
 NUM_NODES = "POPRUN_NUM_NODES"
 NODE_RANK = "POPRUN_NODE_RANK"
 
-PLAN_WISH = "PANDO_PLAN"  # set: plan the first model and exit, see `poptorch.planning`
-
 # The file of the store by which poprun's instances connect, on one host.
 STORE = "POPDIST_STORE"
 # Torchrun's names, also for torch: "True" if the launcher serves the store at MASTER_ADDR, else instance 0 does; and

@@ -1,7 +1,7 @@
 """The order of a step: which of its ready tasks runs first, and how many micro-batches may be under way.
 
 An `Order` is a value: a key, by which a device chooses among ready tasks, and bounds, which keep memory small. Engine,
-drawings, virtual time and plans use the same order; `ORDERS` has those that have a name. On separate devices each ipu
+drawings and simulations use the same order; `ORDERS` has those that have a name. On separate devices each ipu
 does one thing at a time; cores that share all ipus sort their tasks by the same key.
 """
 
@@ -302,9 +302,8 @@ def timeline(
     actions: Sequence[Action],
     micro_batches: int,
     order: Order,
-    cores: int = 0,  # that share the ipus of all replicas; 0: each ipu is a device (1 replica)
+    cores: int = 0,  # that share all ipus; 0: each ipu is a device
     costs: Sequence[float] = (),  # the time of each action; by default 1
-    replicas: int = 1,  # that run the same actions
     updates: Mapping[int, float] = MappingProxyType({}),  # by ipu: the time of its update, at the end
     program: Iterable[tuple[int, int]] = (),  # tasks, which each ipu runs in this order
 ) -> tuple[list[tuple[int, int]], Timeline]:
@@ -312,21 +311,21 @@ def timeline(
     step = StepActions(tuple(actions), micro_batches, cores)
     bounds = order.all_bounds(step)
     after = [(*action.after, *bound) for action, bound in zip(actions, bounds, strict=True)]
-    tasks = [*product(range(len(actions)), range(micro_batches), range(replicas))]
-    tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0], task[2]))
+    tasks = [*product(range(len(actions)), range(micro_batches))]
+    tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0]))
     index_of = {task: index for index, task in enumerate(tasks)}
     edges = [[(edge.row, edge.behind) for edge in own if edge.behind is not None] for own in after]
-    needs = [[index_of[other, m - n, r] for other, n in edges[row] if n <= m] for row, m, r in tasks]
+    needs = [[index_of[other, m - n] for other, n in edges[row] if n <= m] for row, m in tasks]
     last: dict[int, int] = {}
-    for index, ipu in ((index_of[*task, 0], actions[task[0]].ipu) for task in program):
+    for index, ipu in ((index_of[task], actions[task[0]].ipu) for task in program):
         needs[index] += [last[ipu]] if ipu in last else []
         last[ipu] = index
-    each = [float(costs[row]) if costs else 1.0 for row, _, _ in tasks]
-    owners = [actions[row].ipu for row, _, _ in tasks]
+    each = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
+    owners = [actions[row].ipu for row, _ in tasks]
     for ipu, cost in updates.items():
         needs.append([number for number in range(len(tasks)) if owners[number] == ipu])
         each.append(cost)
-    return [task[:2] for task in tasks], simulate(needs, each, cores or [*owners, *updates])
+    return tasks, simulate(needs, each, cores or [*owners, *updates])
 
 
 def step_duration(

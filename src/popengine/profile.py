@@ -58,7 +58,6 @@ class Operation(NamedTuple):
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
     live: int = 0  # bytes alive in the piece after it
-    width: int = 4  # bytes of an element of its result
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
 
 

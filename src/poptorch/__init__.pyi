@@ -57,7 +57,7 @@ from .enums import (
     VariableRetrievalMode,
 )
 from .executor.executor import PoplarExecutor
-from .executor.wrapping import describe, inferenceModel, load, plan, trainingModel
+from .executor.wrapping import describe, inferenceModel, load, trainingModel
 from .logs import logger, setLogLevel
 from .nested_values import ICustomArgParser, registerCustomArgParser
 from .ops import (
@@ -176,7 +176,6 @@ __all__ = [
     "ops",
     "optim",
     "options",
-    "plan",
     "poptorchAtExit",
     "poptorch_core",
     "print",

@@ -60,18 +60,15 @@ class Figures:
             place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
             self.bubble_measured = times.measured_bubble(whole, place_of)
         self.measured_where = "measured " + ("on the devices" if "devices" in joined else "in the instances")
-        self.step_apart, self.bubble_apart, self.device_usages, runs, self.changes = None, None, [], [], []
+        self.step_apart, self.bubble_apart, self.device_usages, runs = None, None, [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
-        count = facts.get("schedule_micro_batches", 1)
-        step = virtual.StepModel.of(profile, costs, updates=updates, micro_batches=count)
+        step = virtual.DeviceStep.of(profile, costs, updates)
         if computed and step.is_known:
-            ns = virtual.simulated_ns(step)
-            self.step_apart, self.bubble_apart = ns / 1e9, step.bubble(ns)
+            self.step_apart, self.bubble_apart = step.ns / 1e9, step.bubble
             self.step_here = replicas * step.work / max(1, facts.get("threads", 1)) / 1e9
-            self.device_usages = times.ipu_usages(self.stages, count, ns)
-            runs = virtual.runs_on_devices(profile, step, costs)
-            self.changes = virtual.advised_changes(self.timed, step, self.spread)
+            self.device_usages = times.ipu_usages(self.stages, step.micro_batches, step.ns)
+            runs = step.runs(profile, costs)
             self.schedules = [_schedule_entry(profile, one, costs) for one in virtual.other_schedules(step)]
         self.devices = replace(profile, runs=tuple(runs))
 
@@ -86,15 +83,15 @@ class Figures:
         self.host = _host_seconds(profile)
 
 
-def _schedule_entry(profile: Profile, step: virtual.StepModel, costs: Mapping[int, float]) -> dict[str, Any]:
+def _schedule_entry(profile: Profile, step: virtual.DeviceStep, costs: Mapping[int, float]) -> dict[str, Any]:
     """Return what the page compares of a step on separate devices: the name of its order, its ns, its bubble, the most
     activations of an ipu in bytes (None: not recorded), and the rows of its runs."""
-    ns, runs = virtual.simulated_ns(step), virtual.runs_on_devices(profile, step, costs, most=600)
+    runs = step.runs(profile, costs, most=600)
     held = [need.activations for need in memory.memory_needs(profile, runs) if need.activations is not None]
     return {
         "name": step.order,
-        "ns": ns,
-        "bubble": step.bubble(ns),
+        "ns": step.ns,
+        "bubble": step.bubble,
         "activations": max(held, default=None),
         "rows": runs,
     }

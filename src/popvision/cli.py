@@ -1,4 +1,4 @@
-"""The program `popvision`, which opens, prints and compares reports, exports traces and makes plans."""
+"""The program `popvision`, which opens, prints and compares reports, and exports traces."""
 
 import argparse
 import gzip
@@ -15,18 +15,22 @@ from popengine.profile import ProfileError
 
 from . import chrome
 from .joined import load
-from .machine import MachineError, load_machines, machine_names
-from .plan import Estimates, compile_profiles
 from .report import find_profiles, summary, write_comparison, write_report
 
+_NO_PLANS = (
+    "popvision plan is gone: use poptorch.describe(model, options, batch), or the report of a short run"
+)
 _REPORT = "a report's folder, or one profile.pop file in it"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line (None: that of this process) and return the exit code: 0; 1, after a message, if a file
-    can't be read or written, or a machine is unknown. Raises: SystemExit, if an argument is wrong"""
+    can't be read or written. Raises: SystemExit, if an argument is wrong"""
     given = sys.argv[1:] if arguments is None else arguments
     parser = _make_parser()
+    if given[:1] == ["plan"]:
+        print(_NO_PLANS, file=sys.stderr)
+        return 2
     if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
         if not Path(given[0]).exists():
             known = ", ".join(_COMMANDS)
@@ -42,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ProfileError, MachineError, OSError) as error:
+    except (ProfileError, OSError) as error:
         print(f"popvision: {error}", file=sys.stderr)
         return 1
     return 0
@@ -50,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     about = (
-        'Show and compare reports, and plan runs. A program writes a report with options.enableProfiling("report").'
+        'Show and compare reports. A program writes a report with options.enableProfiling("report").'
         " `popvision REPORT` is short for `popvision report REPORT`."
     )
     parser = CommandParser("popvision", description=about)
@@ -64,8 +68,7 @@ def _make_parser() -> argparse.ArgumentParser:
         here: dict[str, Any] = {"help": _REPORT}
         if name in ("report", "summary"):
             here = {"help": f"{_REPORT} (report)", "nargs": "?", "default": Path("report")}
-        if name != "plan":
-            parsers[name].add_argument("report", type=Path, metavar="REPORT", **here)
+        parsers[name].add_argument("report", type=Path, metavar="REPORT", **here)
     add = parsers["report"].add_argument
     add("--no-browser", action="store_true", help="only write the page")
     add("--output", **page, help="the page to write (REPORT/report.html)")
@@ -75,25 +78,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--open", action="store_true", help="open the page in a browser")
     file = "the file to write: JSON, compressed if it ends in .gz"
     parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help=file)
-    add = parsers["plan"].add_argument
-    parsers["plan"].usage = "popvision plan [-h] [OPTIONS] PROGRAM.py [ARGUMENT...]"
-    machines = f"{', '.join(machine_names())}; or paths of TOML files"
-    add("--on", metavar="MACHINE,...", default="this-machine", help=f"machines (this-machine): {machines}")
-    add("--json", action="store_true", help="print the plan as JSON, and write no page")
-    choices: dict[str, Any] = {"type": _parse_integers, "metavar": "N,...", "default": []}
-    add("--replicas", **choices, help="numbers of replicas to compare, such as 4,16,64 (the program's)")
-    add("--accumulation", **choices, help="numbers of micro-batches to compare (the program's)")
-    add("--output", **page, default=Path("plan.html"), help="the page to write (plan.html)")
-    words = "a Python program, then its own arguments"
-    add("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help=words)
     return parser
-
-
-def _parse_integers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, nor several such as 4,16") from None
 
 
 def _write_and_open_report(args: argparse.Namespace) -> None:
@@ -135,29 +120,9 @@ def _export_trace(args: argparse.Namespace) -> None:
     print(args.trace)
 
 
-def _plan_program(args: argparse.Namespace) -> None:
-    if not args.program:
-        raise ProfileError("plan: the program is missing\n  fix: popvision plan [OPTIONS] train.py")
-    if "--on" in args.program:
-        raise ProfileError(
-            "plan: what follows the program's name are its own arguments, and --on is there\n"
-            f"  fix: popvision plan --on MACHINE,... {args.program[0]}"
-        )
-    chosen = load_machines(args.on)
-    profiles = compile_profiles(args.program, [machine.kind for machine in chosen])
-    found = Estimates(profiles, chosen, args.replicas, args.accumulation)
-    if args.json:
-        print(found.to_json())
-        return
-    print(found)
-    found.save(args.output)
-    print(args.output)
-
-
 _COMMANDS = {
     "report": (_write_and_open_report, "open a report in a browser"),
-    "summary": (_print_summary, "print a report's figures and advice"),
+    "summary": (_print_summary, "print a report's figures"),
     "compare": (_compare_reports, "compare two runs"),
     "export": (_export_trace, "write a trace for Perfetto or chrome://tracing"),
-    "plan": (_plan_program, "estimate a program's time and memory on machines that you do not have"),
 }

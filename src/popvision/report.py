@@ -18,23 +18,22 @@ from uuid import uuid4
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun
 from popengine.texts import counted, table_text
 
-from .advice import (
-    advice_sentences,
-    instances_sentence,
-    machine_sentence,
-    plan_sentence,
-    stages_sentence,
-)
 from .analysis import Figures, compare_figures, comparison_text
 from .joined import load
 from .memory import bytes_curve, memory_table
-from .times import bubble_formula
+from .sentences import (
+    fact_sentences,
+    instances_sentence,
+    machine_sentence,
+    plan_sentence,
+    warning_sentences,
+)
 from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "svg", "steer", "inspect"),
-    *("memory", "operations", "diagram", "panels", "plan", "viewer"),
+    *("memory", "operations", "diagram", "panels", "viewer"),
 ]
 _SINGLE = (bool, int, float, str, type(None))  # types of figures that are single values
 
@@ -87,8 +86,7 @@ def report_page(folder: Path) -> str:
 
 def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> str:
     """Return the HTML of a page that needs no other file. `entries`: from `profile_entry`; `more`: "comparisons",
-    a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), "plan": see
-    `plan.Estimates.save`, or "folder", the report's path."""
+    a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), or "folder", the report's path."""
     viewer = files("popvision") / "viewer"
     content = {"title": title, "entries": entries, "comparisons": [], **more}
     data = json.dumps(content, separators=(",", ":"), default=asdict)
@@ -118,7 +116,8 @@ def profile_entry(path: Path) -> dict[str, Any]:
 
 
 def page_data(found: Figures) -> dict[str, Any]:
-    """Return `step_data` of a profile, and the memory curves of its ipus."""
+    """Return what the page's scripts draw of a profile: the profile, the step on separate devices, sums over
+    operations (see `analysis.operation_sums`), the memory curve of each ipu, and all other figures."""
     others = ("profile", "timed", "groups", "devices")
     figures = {name: value for name, value in vars(found).items() if name not in others}
     figures |= {
@@ -126,32 +125,24 @@ def page_data(found: Figures) -> dict[str, Any]:
             {**asdict(need), "name": f"ipu {need.ipu}", "always": need.always, "total": need.total}
             for need in found.needs
         ],
-        "warnings": advice_sentences(found),
+        "facts": fact_sentences(found),
+        "warnings": warning_sentences(found),
         "plan_says": plan_sentence(found.profile),
         "machine_says": machine_sentence(found),
         "instances_say": instances_sentence(found.profile),
-        "stages_say": stages_sentence(found),
         "cores": cores_text(found.profile),
-        "bubble_formula": bubble_formula(found.profile),
     }
     runs = found.devices.runs
     curves = {
         str(ipu): [number for point in bytes_curve(found.timed, runs, ipu) for number in point]
         for ipu in (found.profile.devices if found.profile.tensors else ())
     }
-    return {**step_data(found.timed, runs, found.groups, figures), "curves": curves}
-
-
-def step_data(
-    profile: Profile, runs: Sequence[TaskRun], groups: dict[str, Any], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """Return what the page's scripts draw of a step: a profile, what separate devices run, sums over operations
-    (see `analysis.operation_sums`), and figures."""
     return {
-        "profile": json.loads(profile.to_json()),
+        "profile": json.loads(found.timed.to_json()),
         "devices": {"columns": TaskRun._fields, "rows": runs},
-        "groups": groups,
+        "groups": found.groups,
         "figures": figures,
+        "curves": curves,
     }
 
 
@@ -188,7 +179,7 @@ class Report:
     """*Pando*: the profiles in the folder of `Options.enableProfiling(folder)`. A notebook displays their page.
 
     >>> report = poptorch.Report("report")
-    >>> print(report)                              # figures, tables and advice, as `popvision summary` prints
+    >>> print(report)                              # figures, tables and sentences, as `popvision summary` prints
     >>> report.figures()[0]["samples_per_second"]
     >>> pandas.DataFrame(report.trace())           # a row for each run of a task
 
@@ -205,12 +196,13 @@ class Report:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return a dictionary for each profile: "profile", its folder's name; the figures that are numbers or
-        texts; and "advice", a list of sentences."""
+        texts; and two lists of sentences: "facts" about stages, bubble and memory, and "warnings"."""
         rows = []
         for label, profile in self._profiles().items():
             found = Figures(profile)
             plain = {name: value for name, value in vars(found).items() if isinstance(value, _SINGLE)}
-            rows.append({"profile": label, **plain, "advice": advice_sentences(found)})
+            facts = [*fact_sentences(found).values()]
+            rows.append({"profile": label, **plain, "facts": facts, "warnings": warning_sentences(found)})
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
@@ -233,7 +225,7 @@ class Report:
 
 
 def summary(profile: Profile) -> str:
-    """Return a profile's figures, tables and advice as a text for the terminal, about a screen long."""
+    """Return a profile's figures, tables and sentences as a text for the terminal, about a screen long."""
     found = Figures(profile)
     lines = [f"{profile.name}: {layout_text(profile)}"]
     sentences = plan_sentence(profile), instances_sentence(profile), machine_sentence(found)
@@ -244,7 +236,7 @@ def summary(profile: Profile) -> str:
         measured = "" if share is None else f", {share_text(share)} {found.measured_where}"
         lines += [
             f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
-            f" {share_text(found.bubble_ideal)} ideal{bubble_formula(profile)}{measured}",
+            f" {share_text(found.bubble_ideal)} ideal{measured}",
             f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
             f"                {seconds_text(found.step_seconds)} on {cores_text(profile)}, recorded;"
             f" {seconds_text(found.step_here)} if no core had waited",
@@ -265,7 +257,8 @@ def summary(profile: Profile) -> str:
     if found.capacity and found.needs:
         verdict = "fits into" if found.fits else "DOES NOT FIT into"
         lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
-    lines += [f"  ! {warning}" for warning in advice_sentences(found)]
+    lines += [f"  {fact}" for fact in fact_sentences(found).values()] if found.calls else []
+    lines += [f"  ! {warning}" for warning in warning_sentences(found)]
     return "\n".join(lines) + "\n"
 
 

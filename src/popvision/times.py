@@ -87,16 +87,6 @@ def ideal_bubble(profile: Profile) -> float | None:
     return 1 - actions / (length * len(profile.devices)) if length and actions else None
 
 
-def bubble_formula(profile: Profile) -> str:
-    """Return " = (n - 1) / (m + n - 1) = 3 / 11" for a pipeline of n stages and m micro-batches; "" if its ideal bubble
-    is not this figure."""
-    stages, count = len(profile.devices), profile.facts.get("schedule_micro_batches", 0)
-    ideal = ideal_bubble(profile)
-    if stages < 2 or ideal is None or abs(ideal - (stages - 1) / (count + stages - 1)) > 1e-9:
-        return ""
-    return f" = (n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
-
-
 def core_share(events: list[Event]) -> float | None:
     """Return the fraction of the computations' time in which their thread ran on a core; None if that was not
     measured. The rest is waiting, mostly for a core that another program used, or for Python's lock."""

@@ -127,8 +127,7 @@ def test_the_errors_of_the_page_of_errors_are_in_the_code():
 
 @pytest.mark.parametrize("program", ["poprun", "popvision", "ipujob"])
 def test_the_flags_of_commands_are_in_the_program(program):
-    folders = (ROOT / "src" / program, ROOT / "examples")  # `popvision plan` passes a program's flags on
-    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "src" / program).rglob("*.py"))
     commands = "\n".join(block["code"] for page in PAGES for block in blocks(page) if block["kind"] == "sh")
     commands = re.findall(rf"\b{program} [^|#\n]*", commands.replace("\\\n", " "))
     flags = {

@@ -3,6 +3,9 @@
 import dataclasses
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from simulated import MS, simulated
@@ -24,7 +27,8 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert main(["summary", str(report)]) == 0
     text = capsys.readouterr().out
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
-    assert "bubble        33.3% on separate devices, 33.3% ideal = (n - 1) / (m + n - 1) = 2 / 6" in text
+    assert "bubble        33.3% on separate devices, 33.3% ideal\n" in text
+    assert "33.3% = (n - 1) / (m + n - 1) = 2 / 6; 10 micro-batches instead of 4 halve it." in text
     assert "a step        12 ms on separate devices, simulated\n" in text
     assert "              24 ms on 1 of 64 cores, recorded; 24 ms if no core had waited" in text
     assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
@@ -76,10 +80,8 @@ def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
         (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
         (["compare"], "the following arguments are required: REPORT, OTHER"),
-        (["plan", "--replicas", "4;16", "x.py"], "'4;16' is no number, nor several such as 4,16"),
         (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
         ([], "required: COMMAND\n  fix: see popvision --help"),
-        (["plan", "--jsno", "x.py"], "popvision plan: error: unknown option --jsno; did you mean '--json'?"),
     ],
 )
 def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, capsys):
@@ -88,6 +90,23 @@ def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, cap
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert shown in error and error.count("\n") == 2 and "\n  fix: " in error
+
+
+def test_plan_is_gone_and_one_line_says_what_to_use(capsys):
+    assert main(["plan", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1 and "poptorch.describe(model, options, batch)" in error and "report" in error
+    )
+
+
+def test_a_reader_that_has_seen_enough_ends_the_program_quietly(report):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "popvision", "summary", report]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_folder_of_several_reports_lists_them(report, capsys):
@@ -137,7 +156,7 @@ def test_export_writes_a_trace_with_a_track_for_each_core_and_ipu_and_counters(r
     assert {0, 1024, 1536} <= {event["args"]["bytes"] for event in held}
 
 
-@pytest.mark.parametrize("command", ["report", "summary", "compare", "export", "plan"])
+@pytest.mark.parametrize("command", ["report", "summary", "compare", "export"])
 def test_the_help_of_a_command_names_that_command_alone(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "-h"])

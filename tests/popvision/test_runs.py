@@ -17,9 +17,9 @@ from popengine.profile import load
 from popengine.run import recorder as recording
 from popengine.run.recorder import Recorder
 from popengine.run.row_functions import RowFunctions
-from popvision.advice import advice_sentences, plan_sentence
 from popvision.analysis import Figures
 from popvision.report import summary
+from popvision.sentences import plan_sentence, warning_sentences
 
 WIDTH, ROWS = 48, 4
 SLOW = 0.03  # seconds
@@ -151,6 +151,42 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
     assert changed["device_iterations"] == "2" and changed["gradient_accumulation"] == "5"
 
 
+class Deep(nn.Module):
+    """Two layers with the same weight on each ipu; the last ipu has the first one's weight."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)]
+        stages = (nn.Sequential(*layers), nn.Sequential(nn.Linear(WIDTH, WIDTH), layers[0]))
+        self.layers = nn.Sequential(
+            *(poptorch.BeginBlock(stage, f"block{i}", ipu_id=i) for i, stage in enumerate(stages))
+        )
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x), "mean")
+
+
+def test_operations_that_backward_computes_again_count_and_a_tied_weight_counts_once(tmp_path):
+    def compiled(recompute):
+        options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
+        options.Training.gradientAccumulation(3)
+        options._Popart.set("autoRecomputation", 3 * recompute)
+        trainer = poptorch.trainingModel(Deep(), options)
+        trainer.compile(torch.randn(3 * ROWS, WIDTH))
+        trainer.destroy()
+        return load(tmp_path / "training" / "profile.pop")
+
+    def flops(profile, phase):
+        return sum(row.flops for row in profile.operations if profile.pieces[row.piece].phase == phase)
+
+    plain, again = compiled(False), compiled(True)
+    assert flops(plain, "F") == flops(again, "F")
+    # Of each stage, the result of the last layer is not needed in backward.
+    assert flops(plain, "B") < flops(again, "B") <= flops(plain, "B") + flops(plain, "F")
+    tied, other = 2 * WIDTH * WIDTH + 2 * WIDTH, 2 * WIDTH * WIDTH + WIDTH
+    assert [block.parameters for block in plain.blocks] == [tied + other, WIDTH * WIDTH + WIDTH]
+
+
 def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     """On one ipu and one core, which take one micro-batch after another. (Several ipus hold what they send to each
     other once, and a profile shows it on both.)"""
@@ -247,7 +283,7 @@ def test_a_long_training_keeps_its_first_and_last_steps_and_says_so(tmp_path, mo
     steps = sorted({run.step for run in profile.runs})
     assert 0 in steps and 39 in steps and len(steps) < 20
     assert len(profile.runs) <= 800
-    assert any(f"holds {len(steps)} of 40 steps" in text for text in advice_sentences(Figures(profile)))
+    assert any(f"holds {len(steps)} of 40 steps" in text for text in warning_sentences(Figures(profile)))
 
 
 def test_a_failed_call_is_counted_apart(tmp_path):
@@ -268,7 +304,7 @@ def test_a_failed_call_is_counted_apart(tmp_path):
     inference.destroy()
     profile = load(tmp_path / "inference" / "profile.pop")
     assert (profile.facts["calls"], profile.facts["failed_calls"]) == (3, 1)
-    assert any("1 call failed" in text for text in advice_sentences(Figures(profile)))
+    assert any("1 call failed" in text for text in warning_sentences(Figures(profile)))
 
 
 def test_waiting_for_the_loader_is_noted(tmp_path):
@@ -351,7 +387,7 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     assert 0 in broken and broken.count(2) < 3
     found = Figures(profile)
     assert (found.calls, found.steps) == (2, 2)
-    assert advice_sentences(found)[0] == "1 call failed. The figures leave it out."
+    assert warning_sentences(found)[0] == "1 call failed. The figures leave it out."
 
 
 def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):

@@ -40,7 +40,7 @@ QUESTIONS = {
     "tensorboard": ("guide/tools",),
     "wandb": ("guide/tools",),
     "mixed precision": ("guide/tools", "guide/optimizers"),
-    "does not fit": ("guide/tools", "guide/planning", "guide/scaling"),
+    "does not fit": ("guide/tools", "guide/profiling", "guide/scaling"),
     "bubble": ("ten_minutes", "labs/bubble", "concepts/step"),
 }
 SEARCH = """new Promise(done => {

@@ -38,7 +38,7 @@ MOST_TICKS = 20_000  # actions of the schedule that a profile holds at most
 
 
 def _live_bytes(
-    memories: Mapping[str, tuple[Any, int | None]], changes: Iterable[tuple[Iterable[str], int]]
+    memories: Mapping[str, tuple[Any, int]], changes: Iterable[tuple[Iterable[str], int]]
 ) -> Iterator[int]:
     """Yield the bytes of live values after each change: (names that become live, 1) or (names that are freed, -1).
     Memory that several values share counts once (`memories`: see `_memory_of_values`)."""
@@ -47,27 +47,26 @@ def _live_bytes(
         for memory, size in (memories[name] for name in names if name in memories):
             users[memory] += by
             if users[memory] == max(by, 0):  # the first name, or none is left
-                total += by * (size or 0)
+                total += by * size
         yield total
 
 
-def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int | None]]:
+def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
     """Return (memory, bytes) of each value, by name. Values that share memory have equal keys `memory`.
 
     A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers, constants
-    and views of them are left out. Bytes None: only a kernel knows the size (oneDNN's LSTM workspace).
+    and views of them are left out. 0 bytes: only a kernel knows the size (oneDNN's LSTM workspace).
     """
     values = _fake_tensors_by_name(graph.code.nodes)
     role_of = {storage_id(values[slot.name]): slot.role for slot in graph.slots}
-    found: dict[str, tuple[Any, int | None]] = {}
+    found: dict[str, tuple[Any, int]] = {}
     for name, value in values.items():
         storage = value.untyped_storage()
         role = role_of.get(storage_id(value))
         if role == "input":
             found[name] = (storage_id(value), int(value.storage_offset())), value.nbytes
         elif role is None:
-            is_workspace = value.dtype == torch.uint8 and not value.numel()
-            found[name] = storage_id(value), None if is_workspace else storage.nbytes()
+            found[name] = storage_id(value), storage.nbytes()
     # What a backward recomputes is in memory of its own.
     return found | {name + AGAIN: ((AGAIN, memory), size) for name, (memory, size) in found.items()}
 
@@ -165,14 +164,13 @@ def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operat
 def _with_costs_of_node(
     operation: Operation, node: fx.Node, line: Line, sizes: Mapping[str, int], visits: Sequence[Visit]
 ) -> Operation:
-    """Return an operation with its FLOPs, bytes, width, block and module."""
+    """Return an operation with its FLOPs, bytes, block and module."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     results = _fake_tensors_by_name([node, *parts.values()])
     return operation._replace(
         block=_block_name(node, visits) or operation.block,
         flops=_flop_count(node, parts),
         bytes=sum(sizes.get(name, 0) for name in (*dict.fromkeys(line.operands()), *results)),
-        width=next((value.element_size() for value in results.values()), 4),
         module=node.meta.get("module", "?"),
     )
 
@@ -258,14 +256,9 @@ def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
                     memory, size = memories[name]
                     _, alive = held.setdefault((task.ipu, memory), (len(found), set()))
                     if not alive:
-                        found.append(Tensor(task.ipu, name, kinds[kind], size or 0, row, -1))
+                        found.append(Tensor(task.ipu, name, kinds[kind], size, row, -1))
                     alive.add(name)
     return found
-
-
-def are_sizes_known(graph: Graph) -> bool:
-    """Return whether the size of each value of a graph is known; if not, only a kernel knows one."""
-    return all(size is not None for _, size in _memory_of_values(graph).values())
 
 
 def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
@@ -275,5 +268,5 @@ def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ..
     others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
     for piece in backwards:
         held = dict(memories[name] for name in set(piece.reads) - others if name in memories)
-        found[piece.stage] = sum(size or 0 for size in held.values())
+        found[piece.stage] = sum(held.values())
     return tuple(found)

@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
 from ..order import order_named
 from ..settings import Settings, Strategy
-from ..stages import even_cut
 
 logger = logging.getLogger("poptorch::python")
 
@@ -160,20 +159,44 @@ class Cost:
 def balance_blocks(
     costs: Sequence[Cost], ipus: int, capacity: float = float("inf")
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the blocks of each ipu, cut by `even_cut` of their seconds. An ipu can hold `capacity` bytes.
+    """Return the names of the blocks of each ipu, cut evenly by their seconds. An ipu can hold `capacity` bytes.
     Raise PartitionError if there is no such cut."""
     count = len(costs)
     if count < ipus:
         raise PartitionError(
             f"{count} blocks can't be placed on {ipus} ipus\n  fix: mark more blocks, or use at most {count} ipus"
         )
-    begins = even_cut([cost.seconds for cost in costs], ipus, [cost.bytes for cost in costs], capacity)
+    begins = _even_cut([cost.seconds for cost in costs], ipus, [cost.bytes for cost in costs], capacity)
     if not begins:
         raise PartitionError(
             f"no placement of {count} blocks on {ipus} ipus fits {capacity:.3g} bytes an ipu\n"
             "  fix: use more ipus, smaller blocks, or recomputation"
         )
     return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in pairwise([*begins, count]))
+
+
+def _even_cut(costs: Sequence[float], parts: int, sizes: Sequence[int], capacity: float) -> list[int]:
+    """Return the index at which each of `parts` parts of a sequence begins; [] if there is no such cut.
+
+    No part is empty. The largest sum of `costs` of a part is minimal; of several such cuts, that with the least sum of
+    squares is returned. The sum of a part's `sizes` is at most `capacity`.
+    """
+    loads, held = [0.0, *accumulate(costs)], [0, *accumulate(sizes)]
+    # By index: (largest sum, sum of squares, begins) of the best cut of the items before it.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for _ in range(parts):
+        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(1, len(loads)):
+            for start in range(end - 1, -1, -1):
+                load = loads[end] - loads[start]
+                if held[end] - held[start] > capacity or (end in found and load > found[end][0]):
+                    break  # an earlier start has a larger load
+                if start in best:
+                    largest, squares, begins = best[start]
+                    cut = max(largest, load), squares + load * load, (*begins, start)
+                    found[end] = min(found.get(end, cut), cut)
+        best = found
+    return list(best[len(costs)][2]) if len(costs) in best else []
 
 
 def describe_balance(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:

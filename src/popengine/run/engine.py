@@ -263,26 +263,21 @@ class Engine:
                 own[key] = present[key].detach().clone()
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
-        """Return the bytes that an ipu keeps (`kept_bytes`)."""
+        """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
         states = [queue.rows.state for queue in self._queues if queue.rows.settings.runs_replica(replica)]
-        here = (s for s in states if self.plan.places.get(ipu, s.settings.place) == s.settings.place)
-        return kept_bytes(next(here), replica, ipu)
-
-
-def kept_bytes(state: State, replica: int, ipu: int) -> KeptBytes:
-    """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
-    held, settings = {*state.plan.slots_held_by(ipu)}, state.settings
-    slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
-    weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
-    others = sum(slot.nbytes for slot in slots) - weights
-    gradients = states = 0
-    for unit in state.units:
-        members = settings.sharing_replicas(unit.key, unit.replica)
-        if settings.optimizer is not None and state.ipu_of[unit.key] == ipu and replica in members:
-            weight = state.weight(unit)
-            gradients += weight.numel() * settings.optimizer.sum_dtype(weight.dtype).itemsize
-            states += sum(value.nbytes for value in state.optimizer.get(unit, {}).values())
-    return KeptBytes(replica, ipu, weights, others, gradients, states)
+        state = next(s for s in states if self.plan.places.get(ipu, s.settings.place) == s.settings.place)
+        held, settings = {*state.plan.slots_held_by(ipu)}, state.settings
+        slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
+        weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
+        others = sum(slot.nbytes for slot in slots) - weights
+        gradients = moments = 0
+        for unit in state.units:
+            members = settings.sharing_replicas(unit.key, unit.replica)
+            if settings.optimizer is not None and state.ipu_of[unit.key] == ipu and replica in members:
+                weight = state.weight(unit)
+                gradients += weight.numel() * settings.optimizer.sum_dtype(weight.dtype).itemsize
+                moments += sum(value.nbytes for value in state.optimizer.get(unit, {}).values())
+        return KeptBytes(replica, ipu, weights, others, gradients, moments)
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:

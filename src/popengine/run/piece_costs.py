@@ -6,8 +6,6 @@ The times are inputs of a cost model: each is the fastest of a few rounds, witho
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from statistics import fmean
-from threading import Barrier
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,21 +17,6 @@ from .backends.eager import build
 
 _ROUNDS = 3  # of which the fastest run of each piece counts
 T = TypeVar("T")
-
-
-def seconds_on_all_threads(work: Callable[[], Any], threads: int) -> float:
-    """Return the seconds that one thread takes for `work` while so many threads do the same work: the mean over
-    threads of one round. Threads share memory and Python's lock, so this takes longer than alone."""
-    barrier = Barrier(threads)
-
-    def run_together(_: int) -> float:
-        barrier.wait()
-        start = perf_counter()
-        work()
-        return perf_counter() - start
-
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return fmean(pool.map(run_together, range(threads)))
 
 
 def call_in_one_thread(work: Callable[[], T]) -> T:

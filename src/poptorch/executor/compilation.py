@@ -25,7 +25,6 @@ from ..enums import ConnectionType
 from ..logs import listed, logger
 from ..options import Options
 from ..options.freeze_options import chosen_devices, engine_settings
-from ..planning import exit_if_only_planning
 from ..reporter import Reporter, start_reporter
 from .executable_file import SavedExecutor, write_to_cache_folder
 from .loaded_plans import LoadedPlan, LoadedPlans
@@ -62,11 +61,9 @@ class Compilation:
         self.signature = inspect.signature(self.model.traced.forward)
 
     def compile(self, run: Run) -> LoadedPlan:
-        """Compile a plan for a run, make it current, and attach it; under `popvision plan` write profiles and
-        exit."""
+        """Compile a plan for a run, make it current, and attach it."""
         options, model, plans = self.model.options, self.model.traced, self.plans
         settings = self.settings_of(run, options)
-        exit_if_only_planning(model, run, options, settings, self.link.hyper)
         before, number = plans.current, self.count + 1
         reporter = self._make_reporter(number)
         times = {} if reporter is None else reporter.passes

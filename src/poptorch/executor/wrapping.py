@@ -1,8 +1,8 @@
-"""Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe` and `plan`."""
+"""Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe`."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,9 @@ from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
 from ..options.freeze_options import resolve_options
-from ..planning import make_profiles
 from . import executable_file, wrapped_model
 from .calls import outside_inference_mode
 from .executor import PoplarExecutor
-
-if TYPE_CHECKING:
-    from popvision.plan import Estimates
 
 
 @outside_inference_mode
@@ -149,43 +145,9 @@ def describe(
         training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
     Raises: Error, if the model can't be compiled for such a batch
     """
-    with _compile_arguments(model, options, batch, training) as (_, program):
+    with _compile_arguments(model, options, batch, training) as program:
         compiled = compile_model(*program, is_plan_only=True)
         return Overview(compiled.plan, compiled.settings, compiled.graph)
-
-
-@outside_inference_mode
-def plan(
-    model: nn.Module | PoplarExecutor,
-    options: Options | None = None,
-    batch: Any = (),
-    *,
-    on: str | Sequence[str] = ("this-machine",),
-    training: bool = True,
-    replicas: Sequence[int] = (),
-    accumulation: Sequence[int] = (),
-) -> "Estimates":
-    """*Pando*: return estimates of the time and memory that a model needs on these machines.
-
-    >>> print(poptorch.plan(model, options, (images, labels), on=["bow-pod16", "this-machine"]))
-
-    Args:
-        model, options, batch, training: as for `describe`; the model's parameters may be on the meta device
-        on:           names of machines, or paths of TOML files; "this-machine", the default, is measured
-        replicas:     numbers of replicas to plan with; by default the number in the options
-        accumulation: gradient accumulations to plan with; by default that of the options
-    Raises:
-        Error: the model can't be compiled for such a batch
-        ValueError: a machine is not known
-    """
-    from popvision.machine import load_machines
-    from popvision.plan import Estimates
-
-    chosen = load_machines(on)
-    with _compile_arguments(model, options, batch, training) as (executor, program):
-        kinds = [machine.kind for machine in chosen]
-        found = make_profiles(*program, executor._optimizer_link.hyper, kinds)
-    return Estimates(found, chosen, replicas, accumulation)
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -198,9 +160,9 @@ def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 @contextlib.contextmanager
 def _compile_arguments(
     model: Any, options: Options | None, batch: Any, training: bool
-) -> Iterator[tuple[PoplarExecutor, tuple[nn.Module, Run, Options, Settings]]]:
-    """Yield an executor (`model` itself, else the one that trains it, else a temporary one), and the arguments
-    with which `compile_model` compiles its model for a batch. `options`: by default the executor's."""
+) -> Iterator[tuple[nn.Module, Run, Options, Settings]]:
+    """Yield the arguments with which `compile_model` compiles the model of an executor for a batch. The executor is
+    `model` itself, else the one that trains it, else a temporary one. `options`: by default the executor's."""
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
@@ -212,7 +174,7 @@ def _compile_arguments(
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
         own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
         run = Run(bind(executor._compilation.signature, args, kwargs), own._counts())
-        yield executor, (wrapped.traced, run, own, executor._compilation.settings_of(run, own))
+        yield wrapped.traced, run, own, executor._compilation.settings_of(run, own)
     finally:
         if temporary is not None:
             temporary.destroy()

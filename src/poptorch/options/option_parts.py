@@ -170,8 +170,8 @@ class TensorLocationSettings(OptionsDict):
         return self.createOrSet(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None) -> Self:
-        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed, except in
-        plans for other machines (`poptorch.plan`). None deletes the setting."""
+        """Has no effect; kept for compatibility: tensors stay in the memory in which they are computed. None
+        deletes the setting."""
         if use is None:
             self.checkIsFrozen()
             return self.deleteIfExists("on_chip_storage")

@@ -60,7 +60,7 @@ const OTHER = "#8794a3";
 const PHASES = { F: "forward", B: "backward", W: "weight gradients" };
 const MEMORY = [
   ["weights", "#0072b2"], ["buffers", "#56b4e9"], ["gradients", "#e69f00"], ["optimizer", "#009e73"],
-  ["activations", "#cc79a7"], ["between", "#d55e00"], ["program", "#8794a3"], ["inputs", "#b8a800"],
+  ["activations", "#cc79a7"], ["between", "#d55e00"],
 ];
 
 /** A function of strings and numbers that computes each result once: a picture asks 100,000 times a frame. */

@@ -5,7 +5,7 @@ const MOST_ROWS = 200;
 /** The page's one switch: what the cores of this host did, or what separate devices would do. */
 const ON = ["devices", "cores"];
 function onSwitch(page) {
-  return DATA.plan ? null : choice("On which machine", ["separate devices", "these cores"], ON.indexOf(page.on), (i) => page.show(ON[i]));
+  return choice("On which machine", ["separate devices", "these cores"], ON.indexOf(page.on), (i) => page.show(ON[i]));
 }
 
 function traceView(entry, page) {
@@ -32,7 +32,7 @@ function traceView(entry, page) {
   if (from < to) trace.show([from, to]);
   return make("div", {},
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, DATA.plan ? `One step on ${DATA.plan.drawn}, estimated` : "What ran where, and when"), onSwitch(page), make("span", { class: "spring" }),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran where, and when"), onSwitch(page), make("span", { class: "spring" }),
         stepper(trace), svgButton(entry, trace)),
       make("div", { class: "tools" },
         search, found, make("span", { class: "spring" }), page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),

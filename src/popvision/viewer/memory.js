@@ -19,16 +19,16 @@ function memoryKinds(needs) {
   return MEMORY.filter(([name]) => needs.some((need) => need[name]));
 }
 
-/** A bar for each row, with a line at the limit, if there is one. */
-function memoryBars(needs, kinds, limit = 0) {
-  const most = Math.max(limit, ...needs.map((need) => need.total), 1), share = (bytes) => `${(100 * bytes) / most}%`;
+/** A bar for each row. */
+function memoryBars(needs, kinds) {
+  const most = Math.max(...needs.map((need) => need.total), 1), share = (bytes) => `${(100 * bytes) / most}%`;
   return make("div", { class: "bars" }, needs.flatMap((need) => {
     const own = kinds.filter(([name]) => need[name]), said = (name) => `${name}: ${units.bytes(need[name])}`;
     return [
       make("span", { class: "name" }, need.name),
       make("div", { class: "bar", role: "img", "aria-label": own.map(([name]) => said(name)).join(", ") },
-        own.map(([name, colour]) => make("i", { style: { width: share(need[name]), background: colour }, title: said(name) })), limit ? make("b", { style: { left: share(limit) } }) : null),
-      make("span", { class: `number ${limit && need.total > limit ? "bad" : ""}` }, units.bytes(need.total)),
+        own.map(([name, colour]) => make("i", { style: { width: share(need[name]), background: colour }, title: said(name) }))),
+      make("span", { class: "number" }, units.bytes(need.total)),
     ];
   }));
 }

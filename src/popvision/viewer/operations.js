@@ -124,7 +124,7 @@ function operationsView(entry, page) {
   const switcher = choice("Rows", names.map((name) => `by ${name}`), names.indexOf(first), (i) => show(names[i]));
   show(first);
   const step = entry.profile.facts.detailed_step, flops = "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.";
-  const times = DATA.plan ? `Estimated times of one micro-batch on ${DATA.plan.drawn}.` : `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}.`;
+  const times = `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}.`;
   return make("section", { class: "card" },
     make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), hint),
     holder,

@@ -5,7 +5,7 @@ function emptyCard(title, text) {
 }
 
 function tile(label, value, note, kind = "") {
-  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, value), make("div", { class: "note" }, note));
+  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, value), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
 }
 
 function headlineView(entry, page) {
@@ -17,11 +17,11 @@ function headlineView(entry, page) {
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const tiles = make("div", { class: "tiles" },
-    tile("Bubble", units.share(figures.bubble_apart), `of separate devices; ideal ${units.share(figures.bubble_ideal)}${figures.bubble_formula}${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} ${figures.measured_where}`}`),
+    tile("Bubble", units.share(figures.bubble_apart), [`of separate devices${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} ${figures.measured_where}`}.`, figures.facts.bubble]),
     figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
     figures.step_here === null ? null : tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_here * 1e9)} if no core had waited${figures.idle_here === null ? "" : `; idle for ${units.share(figures.idle_here)}`}`),
-    slow ? tile("Slowest stage", `stage ${slow.stage}`, `of 0 to ${figures.stages.length - 1}: ${slow.blocks}, ${units.time(slow.total)} a micro-batch`) : null,
-    tile("Memory", units.bytes(figures.wanted), figures.fits === null ? "all ipus, at the most" : figures.fits ? `fits into ${units.bytes(figures.capacity)}` : `does not fit into ${units.bytes(figures.capacity)}`, figures.fits === false ? "bad" : ""),
+    slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null,
+    tile("Memory", units.bytes(figures.wanted), [figures.fits === null ? "all ipus, at the most." : figures.fits ? `fits into ${units.bytes(figures.capacity)}.` : `does not fit into ${units.bytes(figures.capacity)}.`, figures.facts.memory], figures.fits === false ? "bad" : ""),
     tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`));
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
@@ -39,7 +39,7 @@ function warningList(texts) {
 }
 
 function stageCard(figures) {
-  return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, figures.stages_say));
+  return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, "Medians of the time that a core computed."));
 }
 
 function usageCard({ figures, profile }, on) {
@@ -112,7 +112,6 @@ function modelView(entry) {
   const counts = Object.entries(profile.counts).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(" · ");
   const model = make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts),
     moves.length ? make("details", {}, make("summary", {}, "Transfers"), plainTable(["from", "to", "when", "bytes"], moves.map(transfer), 3)) : null);
-  if (DATA.plan) return model;
   return make("div", {}, model,
     make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),
     make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));

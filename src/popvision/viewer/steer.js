@@ -28,7 +28,7 @@ class Trace extends TracePicture {
     if (computes && task.piece >= 0) lines.push(this.pieces[task.piece].where);
     const ipu = this.on === "cores" && task.ipu >= 0 ? `, for ipu ${task.ipu}` : "";
     lines.push(`${units.time(lane.end[i] - lane.start[i])} on ${lane.name}${ipu}${lane.replica[i] < 0 ? "" : `, replica ${lane.replica[i]}`}`);
-    lines.push(this.on === "cores" ? `step ${lane.step[i]}, call ${lane.call[i]}` : `simulated with the ${DATA.plan ? "estimated" : "recorded"} costs`);
+    lines.push(this.on === "cores" ? `step ${lane.step[i]}, call ${lane.call[i]}` : "simulated with the recorded costs");
     return lines;
   }
 

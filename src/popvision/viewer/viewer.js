@@ -1,8 +1,6 @@
 // The page: which profile, which view; a fault is shown in words, never as an empty page.
 
-const VIEWS = DATA.plan ? [
-  ["plan", "Plan", planView], ...(DATA.plan.drawn ? [["trace", "Trace", traceView], ["operations", "Operations", operationsView]] : []), ["model", "Model", modelView],
-] : [
+const VIEWS = [
   ["headline", "Overview", headlineView], ["trace", "Trace", traceView], ["memory", "Memory", memoryView], ["operations", "Operations", operationsView],
   ["host", "Host", hostView], ["model", "Model and options", modelView], ["compare", "Compare", (_, page) => compareView(page)],
 ];
@@ -71,7 +69,6 @@ const page = {
 };
 
 function about(profile) {
-  if (DATA.plan) return "An estimate: nothing has run";
   const { versions = {}, made, cores, mode } = profile.facts;
   return `${mode} ${profile.training ? "training" : "inference"}, ${profile.stages.length} stages on ${new Set(profile.ipus).size} ipus · ${cores} cores · torch ${versions.torch} · ${made}`;
 }

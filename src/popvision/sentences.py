@@ -1,29 +1,57 @@
-"""Advice: sentences about a profile's figures, each with the cause and the option or change that helps."""
+"""Sentences about a profile's figures: three facts about speed and memory, faults, and remarks."""
 
+import math
 from collections.abc import Iterator, Sequence
 
-from popengine.order import ORDERS
+from popengine.order import BUILT_IN, ORDERS
 from popengine.profile import Profile
 from popengine.texts import counted
 
 from .analysis import Figures
-from .times import whole_steps
-from .units import size_text
-from .virtual import LEAST_GAIN, promised_speedup
+from .times import ideal_bubble, whole_steps
+from .units import share_text, size_text
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
 _FREE = 0.95  # computations that had a core for at least this share of their time did not wait
-_CAUSES = {
-    "stages": "The stages cost different amounts, and all wait for the slowest one",
-    "micro-batches": "Filling and draining the pipeline and the update take their share of a step",
-    "pipeline": "The stages work one after another",
-}
 
 
-def advice_sentences(figures: Figures) -> list[str]:
-    """Return all sentences of advice about a profile, the most serious first."""
-    topics = (_fault_sentences, _speed_sentences, _note_sentences)
-    return [text for topic in topics for text in topic(figures)]
+def fact_sentences(figures: Figures) -> dict[str, str]:
+    """Return three facts, of which none needs a simulation; those that are known.
+
+    "stages": the slowest stage; "bubble": the bubble by the schedule's formula, and how many micro-batches halve it;
+    "memory": the ipu that needs the most.
+    """
+    found = {}
+    if figures.slowest is not None and len(figures.stages) > 1:
+        slowest = figures.stages[figures.slowest].stage
+        found["stages"] = (
+            f"Stage {slowest} takes {figures.unevenness:.2f} times as long as the average stage."
+        )
+    if sentence := _bubble_sentence(figures.profile):
+        found["bubble"] = sentence
+    if len(figures.needs) > 1:
+        most = max(figures.needs, key=lambda need: need.total)
+        found["memory"] = f"ipu {most.ipu} needs the most memory, {size_text(most.total)}."
+    return found
+
+
+def _bubble_sentence(profile: Profile) -> str:
+    """Return the bubble of n equal stages and m micro-batches by its formula, and the change that makes it smaller."""
+    stages, count = len(profile.devices), profile.facts.get("schedule_micro_batches", 0)
+    if (share := ideal_bubble(profile)) is None or stages < 2:
+        return ""
+    ideal, mode = f"With equal stages the bubble is {share_text(share)}", profile.facts.get("mode")
+    if mode in BUILT_IN and not ORDERS[mode].overlaps:
+        return f"{ideal} for any number of micro-batches, because the stages work one after another."
+    if mode in BUILT_IN and math.isclose(share, (stages - 1) / (count + stages - 1)):
+        formula = f"(n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
+        return f"{ideal} = {formula}; {2 * count + stages - 1} micro-batches instead of {count} halve it."
+    return f"{ideal}."
+
+
+def warning_sentences(figures: Figures) -> list[str]:
+    """Return sentences about faults of the run, then about what disturbed it or is missing from the profile."""
+    return [*_fault_sentences(figures), *_note_sentences(figures)]
 
 
 def machine_sentence(figures: Figures) -> str:
@@ -79,14 +107,6 @@ def _named(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'s' * (len(numbers) > 1)} {' and '.join(map(str, numbers))}"
 
 
-def stages_sentence(figures: Figures) -> str:
-    """Return a sentence that compares the slowest stage with the average stage; with fewer than two measured
-    stages, a sentence that says how the page's times were measured."""
-    if figures.slowest is None or len(figures.stages) < 2:
-        return "Medians of the time that a core computed."
-    return f"The slowest stage takes {figures.unevenness:.2f} times as long as the average stage."
-
-
 def _fault_sentences(figures: Figures) -> Iterator[str]:
     """Yield a sentence for each of these faults: no file of an instance, too little memory, failed calls."""
     for instance in figures.profile.facts.get("joined", {}).get("missing", ()):
@@ -104,34 +124,11 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
         yield f"{counted(failed, 'call')} failed. The figures leave {'them' if failed > 1 else 'it'} out."
 
 
-def _speed_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each change in `figures.changes`; if there is none, a sentence that says so."""
-    for change in figures.changes:
-        cause, gain = _CAUSES[change.kind], promised_speedup(change.apart, figures.spread)
-        if change.kind == "stages" and figures.slowest is not None:
-            slowest = figures.stages[figures.slowest]
-            cause = (
-                f"Stage {slowest.stage} is the slowest, with {figures.unevenness:.1f} times the average cost"
-            )
-        yield (
-            f"{cause}. With {change.what}, a step on separate devices is at least {gain:.2f} times as fast."
-            f" Then {change.also}."
-        )
-    if figures.step_apart and not figures.changes and figures.profile.facts.get("mode") in ORDERS:
-        noise = " (the recorded times vary by as much)" if figures.spread > LEAST_GAIN else ""
-        yield (
-            "No change that the report simulates is sure to make a step on separate devices"
-            f" {max(LEAST_GAIN, figures.spread):.0%} faster{noise}."
-        )
-
-
 def _note_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these that applies: the order is unknown; some cores ran no tasks, or too few;
-    the ipus wait for the host between calls; the trace lacks steps or parts of them."""
+    """Yield a sentence for each of these that applies: some cores ran no tasks, or too few; the ipus wait for the
+    host between calls; the trace lacks steps or parts of them."""
     profile, idle = figures.profile, figures.idle_here
-    threads, order = profile.facts.get("threads", 1), profile.facts.get("mode")
-    if order and order not in ORDERS:
-        yield f"{order!r} is your own schedule, so the report can't simulate changes of the program."
+    threads = profile.facts.get("threads", 1)
     if figures.usages and len(figures.usages) < threads:
         yield (
             f"Of {threads} cores {len(figures.usages)} ran tasks: tasks are so short that other cores would mostly wait"
