@@ -51,7 +51,7 @@ def show(title: str, text: str) -> None:
 def main() -> None:
     executor = compiled()
     executable = executor._executable
-    assert executable is not None and executable.graph is not None
+    assert executable is not None
     graph, plan = executable.graph, executable.plan
 
     lines = []

@@ -57,7 +57,7 @@ def add_execution(parser: argparse.ArgumentParser, *names: str) -> None:
     )
     add("--precision", choices=("16.16", "32.32"), default="16.16", help="of weights and computation")
     add_switch(parser, "--stochastic-rounding", default=True, help="of weights of half precision")
-    add("--executable-cache-dir", default="", help="folder that keeps compiled models")
+    add("--executable-cache-dir", default="", help="has no effect; kept for compatibility")
     add("--compile-only", action="store_true", help="compile, and end")
     add_switch(parser, "--synthetic-data", default=False, help="no input: values that the engine makes up")
     add_switch(parser, "--async-dataloader", default=True, help="load in another process")

@@ -161,7 +161,7 @@ def _running(found: argparse.ArgumentParser) -> None:
     )
     add("--checkpoint-input-dir", type=Path, help="go on from the newest checkpoint there")
     add("--checkpoint-save-freq", type=int, default=1, help="epochs from one checkpoint to the next")
-    add("--model-cache-path", help="where compiled models are kept")
+    add("--model-cache-path", help="has no effect; kept for compatibility")
     add("--seed", type=int, default=42)
     add("--profile-dir", type=Path, default=Path("report"))
     _switches(group, "profile", "compile-only", "wandb", "disable-progress-bar")

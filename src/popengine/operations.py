@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +45,6 @@ _NAMES = {
     **{kind.__name__: kind for kind in (Body, Piece, Line, Value)},
     **{"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan},
 }
-
-
-def called_operations(piece: Piece) -> Iterator[str]:
-    """Yield the names of the operations that a piece, and the bodies of its branches and loops, call."""
-    yield from piece.calls
-    for line in piece.lines:
-        if line.call.startswith("popengine."):
-            for argument in line.arguments:
-                if isinstance(argument, str):
-                    yield from called_operations(Body.from_text(argument).piece)
 
 
 LIBRARY = torch.library.Library("popengine", "DEF")

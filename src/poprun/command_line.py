@@ -153,7 +153,7 @@ class _Parser(CommandParser):
         add("--max-restarts", **number, help="restarts after failures (0; elastic: 3)")
         add("--wait-limit", **number, help="seconds that an instance waits for another (1800)")
         add("-x", **several, metavar="NAME[=VALUE]", help="set an environment variable in all instances")
-        add("--executable-cache-path", metavar="DIR", help="the folder of compiled models")
+        add("--executable-cache-path", metavar="DIR", help="sets POPTORCH_CACHE_DIR; has no effect")
         add("--tag-output", **switch, default=False, help="begin each line with its instance's number (no)")
         add("--only-output-from-instance", **number, help="show the output of this instance only")
         add("--only-stdout-from-instance", **number, help="show the standard output of this instance only")

@@ -58,8 +58,7 @@ AnchorMode = OutputMode  # the name in programs for PopTorch 2.4 and earlier
 
 class ConnectionType(enum.IntEnum):
     """The time at which a device is attached: at compilation (Always, OnDemand), or never. With Never a model
-    can be compiled and saved, and a call raises AssertionError. After `loadExecutable` a device is attached at
-    once for Always, and by the first call for OnDemand."""
+    can be compiled and saved, and a call raises AssertionError."""
 
     Always = 0
     OnDemand = 1

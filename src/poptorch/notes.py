@@ -19,7 +19,7 @@ def note(what: Any, value: Any) -> None:
     [("accuracy", tensor of shape [n])]
 
     Args:
-        what:  the note's key; it must pickle, since it becomes a part of the compiled model
+        what:  the note's key
         value: a tensor, or tensors in containers; a constant in it is returned unchanged
     """
     if (capture := current()) is not None:

@@ -138,17 +138,6 @@ def test_layouts_of_stages_agree_to_the_last_bit_in_channels_last(layout):
     assert torch.equal(losses(executor("channels_last", strategy)), losses(executor("channels_last")))
 
 
-def test_what_auto_chose_is_saved(tmp_path):
-    trainer = executor("auto")
-    expected = losses(trainer)
-    trainer.save(str(tmp_path / "model.poptorch"), export_model=False)
-    loaded = executor("auto")
-    loaded.loadExecutable(str(tmp_path / "model.poptorch"))
-    assert loaded.memory_format == "channels_last"
-    assert loaded._executable.plan.partition.pieces == trainer._executable.plan.partition.pieces
-    assert expected.isfinite().all()
-
-
 def test_before_compilation_there_is_no_layout_and_only_three_can_be_asked_for():
     with pytest.raises(poptorch.Error):
         _ = executor("auto").memory_format

@@ -71,8 +71,8 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
     return found | {name + AGAIN: ((AGAIN, memory), size) for name, (memory, size) in found.items()}
 
 
-def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
-    """Return a profile without measurements: what follows from a plan, its settings and its graph (None: unknown)."""
+def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
+    """Return a profile without measurements: what follows from a plan, its settings and its graph."""
     partition = plan.partition
     operations, pieces = _operations_and_pieces(plan, graph)
     found, _ = actions(plan)
@@ -111,8 +111,8 @@ def describe(plan: Plan, settings: Settings, graph: Graph | None) -> Profile:
     )
 
 
-def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[ProfiledInstruction]]:
-    """Return the instructions of each row of a plan, as a profile describes them; without a graph some have 0 bytes."""
+def profiled_instructions(plan: Plan, graph: Graph) -> list[list[ProfiledInstruction]]:
+    """Return the instructions of each row of a plan, as a profile describes them."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
     found = []
     for row, task in enumerate(plan.tasks):
@@ -125,19 +125,19 @@ def profiled_instructions(plan: Plan, graph: Graph | None) -> list[list[Profiled
     return found
 
 
-def _sizes_of_values(plan: Plan, graph: Graph | None) -> dict[str, int]:
-    """Return the bytes of each slot and, with a graph, of each computed value, by name."""
-    values = _fake_tensors_by_name(graph.code.nodes if graph else ())
+def _sizes_of_values(plan: Plan, graph: Graph) -> dict[str, int]:
+    """Return the bytes of each slot and of each computed value, by name."""
+    values = _fake_tensors_by_name(graph.code.nodes)
     slots = {slot.name: slot.nbytes for slot in plan.partition.signature.slots}
     sizes = {name: value.nbytes for name, value in values.items()}
     return slots | sizes | {name + AGAIN: size for name, size in sizes.items()}
 
 
-def _operations_and_pieces(plan: Plan, graph: Graph | None) -> tuple[list[Operation], list[ProfiledPiece]]:
+def _operations_and_pieces(plan: Plan, graph: Graph) -> tuple[list[Operation], list[ProfiledPiece]]:
     """Return all operations, in the order of the pieces and their lines, and all pieces."""
     operations, pieces, partition = [], [], plan.partition
-    memories = _memory_of_values(graph) if graph else {}
-    nodes = {node.name: node for node in graph.code.nodes} if graph else {}
+    memories = _memory_of_values(graph)
+    nodes = {node.name: node for node in graph.code.nodes}
     sizes = _sizes_of_values(plan, graph)
     instructions = (x for task in plan.tasks for x in task.instructions if x.kind == "compute")
     ends = {x.piece: x.names for x in instructions}  # by piece, its inputs that are freed in it
@@ -181,12 +181,12 @@ def _block_name(node: fx.Node, visits: Sequence[Visit]) -> str | None:
     return visits[block].name if block is not None and block >= 0 else None
 
 
-def _profiled_blocks(plan: Plan, graph: Graph | None) -> Iterator[ProfiledBlock]:
+def _profiled_blocks(plan: Plan, graph: Graph) -> Iterator[ProfiledBlock]:
     """Yield the blocks of each stage. The block "no block" has the operations before all blocks."""
     partition, visits = plan.partition, plan.partition.signature.visits
     lines = {visit.name or "no block": visit.where for visit in reversed(visits)}
     used: dict[str, set[str]] = {}
-    for node in graph.code.nodes if graph else ():
+    for node in graph.code.nodes:
         if node.meta.get("phase") == "F" and (node.meta.get("block") or 0) >= 0:
             block = _block_name(node, visits) or "no block"
             used.setdefault(block, set()).update(operand.name for operand in node.all_input_nodes)
@@ -235,9 +235,9 @@ def _fake_tensors_by_name(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values if isinstance(value, torch.Tensor)}
 
 
-def held_tensors(plan: Plan, graph: Graph | None) -> list[Tensor]:
-    """Return the tensors, each with a memory of its own, that each ipu holds for a micro-batch; [] without a graph."""
-    memories, found = _memory_of_values(graph) if graph else {}, list[Tensor]()
+def held_tensors(plan: Plan, graph: Graph) -> list[Tensor]:
+    """Return the tensors, each with a memory of its own, that each ipu holds for a micro-batch."""
+    memories, found = _memory_of_values(graph), list[Tensor]()
     kinds = {"load": "input", "receive": "received", "compute": "activation"}
     # By ipu and memory: index in `found`, and the live values.
     held: dict[tuple[int, Any], tuple[int, set[str]]] = {}

@@ -66,10 +66,9 @@ class Engine:
         if self._group is not None:
             if self._group.rank != counts.process:
                 raise Error(
-                    f"the executable was compiled in instance {counts.process}, and this is instance"
-                    f" {self._group.rank}\n"
-                    "  fix: let each instance save a file of its own; or use popdist.Checkpoint, which any number of"
-                    " instances can restore"
+                    f"the options are those of instance {counts.process}, and this is instance {self._group.rank}\n"
+                    "  fix: let each instance load the file that it has saved; or use popdist.Checkpoint, which any"
+                    " number of instances can restore"
                 )
             what = f"compilation{' for other inputs' if train_state.engines else ''}"
             weights = {} if train_state.engines else train_state.find_weights()

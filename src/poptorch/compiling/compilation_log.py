@@ -138,7 +138,7 @@ class Overview:
         title:     the numbers of stages, ipus, replicas, device iterations and micro-batches
         stages:    (number, ipu, names of blocks, number of parameters) of each stage
         transfers: (from ipu, to ipu, bytes, "micro-batch" or "step", time in words): the bytes of one
-            micro-batch or step; None without a graph, for an executable from a file
+            micro-batch or step
         drawing:   a step as if each ipu were a device of its own: a row for each ipu, a column for each tick; F2 is
             the forward of micro-batch 2, B2 its backward, `..` waiting
         schedule:  the step of this machine's cores and, for several ipus, the drawing, with titles
@@ -146,7 +146,7 @@ class Overview:
             "B0" its backward
     """
 
-    def __init__(self, plan: Plan, settings: Settings, graph: Graph | None) -> None:
+    def __init__(self, plan: Plan, settings: Settings, graph: Graph) -> None:
         partition, counts = plan.partition, settings.counts
         sizes = dict.fromkeys(range(partition.stages), 0)
         for slot in partition.signature.slots:
@@ -160,7 +160,7 @@ class Overview:
         )
         self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
         self.transfers = [
-            (part.ipu, part.peer, part.bytes if graph else None, *part.frequency_and_time)
+            (part.ipu, part.peer, part.bytes, *part.frequency_and_time)
             for row in profiled_instructions(plan, graph)
             for part in row
             if part.kind == "send"
@@ -193,8 +193,7 @@ class Overview:
             lines += wrap(text, _WIDTH, max_lines=2, placeholder=" ...", subsequent_indent="    ")
         lines += [""] if self.transfers else []
         for source, target, size, per, when in self.transfers[:_MOST_TRANSFERS]:
-            count = "an unknown number of" if size is None else f"{size:,}"
-            lines.append(f"ipu {source} -> ipu {target}: {count} bytes a {per} {when}")
+            lines.append(f"ipu {source} -> ipu {target}: {size:,} bytes a {per} {when}")
         if (more := len(self.transfers) - _MOST_TRANSFERS) > 0:
             lines.append(f"... and {more} more transfers, in .transfers")
         # The last paragraph is the schedule on separate devices, or that of a single ipu.

@@ -1,4 +1,4 @@
-"""Compilation of a model for the arguments of a call: the result is an `Executable`, which can be saved."""
+"""Compilation of a model for the arguments of a call: the result is an `Executable`."""
 
 import inspect
 from collections import OrderedDict, deque
@@ -48,7 +48,7 @@ _MOST_RECORDINGS = 64  # that are compared to find the plan for a value
 @dataclass(frozen=True)
 class Executable:
     """A compiled model, without weights and state. `template` is forward's return value, with an empty tensor
-    on "meta" in place of each of the `outputs`. A file has no `graph` and no `recordings`, but the graph's `code`."""
+    on "meta" in place of each of the `outputs`."""
 
     plan: Plan
     settings: Settings
@@ -57,14 +57,13 @@ class Executable:
     outputs: int
     anchors: Anchors
     anchor_names: tuple[str, ...]
-    notes: tuple[Note, ...] = ()
-    graph: Graph | None = None
-    memory_format: str = "preserve"  # never "auto"
+    notes: tuple[Note, ...]
+    graph: Graph
+    memory_format: str  # never "auto"
     key: Any = None  # `Run.key`
     weights: Any = None  # `Run.frozen` and `Run.tied`
     # The reads of each recording of this graph, the latest first.
     recordings: deque[Reads] = field(default_factory=lambda: deque(maxlen=_MOST_RECORDINGS))
-    code: str = ""  # `fingerprint` of the graph
 
     def holds(self) -> bool:
         """Return whether forward would read values for which this graph was recorded; the reads move to the front."""
@@ -76,28 +75,19 @@ class Executable:
 
     def changes(self) -> str:
         """Return in words how the values that forward reads differ from those of the latest recording."""
-        changed = self.recordings[0].changed() if self.recordings else []
-        return "; ".join(map(str, changed[:3]))
+        return "; ".join(map(str, self.recordings[0].changed()[:3]))
 
     def present_tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
-        tensors = self.recordings[0].tensors if self.recordings else {}
-        return {key: find() for key, find in tensors.items()}
+        return {key: find() for key, find in self.recordings[0].tensors.items()}
 
     def add_recording(self, new: "Executable") -> None:
         """Hold for the values that the recording of an equal graph has read, too."""
         if self.recordings is not new.recordings:
             self.recordings.appendleft(new.recordings[0])
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields that a file has."""
-        recordings = deque[Reads](maxlen=_MOST_RECORDINGS)
-        return {**vars(self), "graph": None, "recordings": recordings, "code": self.graph_code()}
-
     def graph_code(self) -> str:
         """Return the `fingerprint` of the graph."""
-        if self.graph is None:
-            return self.code
         return fingerprint(self.graph, self.recordings[0].tensors)
 
 
@@ -123,12 +113,11 @@ def compile_model(
     settings, weights = run.settings(settings), (run.frozen, run.tied)
     inputs = CompiledInputs(run.call.kind, run.call.positional, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
-    alike = [e for e in earlier if e.graph is not None and (e.inputs.micro_batch, e.weights) == kind]
+    alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == kind]
     new = next((e for e in alike if e.holds()), None)
     if new is None:
         new = record_model(model, run, options, settings, earlier)
     graph = new.graph
-    assert graph is not None
     for other in others:
         if other.graph_code() == new.graph_code():
             other.add_recording(new)

@@ -26,7 +26,6 @@ from ..logs import listed, logger
 from ..options import Options
 from ..options.freeze_options import chosen_devices, engine_settings
 from ..reporter import Reporter, start_reporter
-from .executable_file import SavedExecutor, write_to_cache_folder
 from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
 from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights
@@ -76,7 +75,7 @@ class Compilation:
             self.flags.fix(found)
             for plan in others:
                 if plan.executable is found:
-                    logger.info("recorded again, with an equal graph: %s", changes or "a plan of a file")
+                    logger.info("recorded again, with an equal graph: %s", changes)
                     self._recordings += 1
                     if self._recordings == _MANY_RECORDINGS:
                         logger.warning(
@@ -99,7 +98,6 @@ class Compilation:
             except BaseException:
                 plans.replace_plan(plan, before)
                 raise
-            write_to_cache_folder(found, options, self.model.per_replica)
             done("load")
         self.count, self.seconds = number, sum(times.values())
         if before is not None:
@@ -130,20 +128,6 @@ class Compilation:
                     plan.executable.add_recording(new)
                     return plan
         return None
-
-    def add_saved(self, saved: SavedExecutor) -> None:
-        """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
-        self.flags.take()
-        self.flags.choose_modes()
-        self.flags.fix(saved.executables[0])
-        self.count = len(saved.executables)
-        for number, executable in enumerate(saved.executables, 1):
-            self.plans.add_plan(LoadedPlan(executable, self._make_reporter(number)))
-        self.plans.load(saved.state)
-        self.model.per_replica.clear()
-        self.model.per_replica.update(saved.per_replica_params)
-        if self.model.options.connection_type == ConnectionType.Always:
-            self.attach()
 
     def _make_reporter(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
@@ -194,6 +178,7 @@ class Compilation:
     def release(self) -> None:
         """Free devices and plans; the next call compiles again."""
         self.plans.clear_plans()
+        self.plans.has_file_state = False
         self.unread = frozenset()
         self.link.release_optimizer()
         if self._return_hook is not None:
@@ -246,10 +231,16 @@ class ModelFlags:
             model, before = self._model.traced, self._present_modes()
             type(model).train(model, mode)
             wanted = self._modes = {name: layer.training for name, layer in model.named_modules()}
-            _set_modes(model, {name: flag for name, flag in before.items() if name})
+            set_modes(model, {name: flag for name, flag in before.items() if name})
             self._seen = before
         self._flags |= {name: flag for name, flag in self._present_modes().items() if name in self._flags}
         return any(wanted.get(name, flag) != flag for name, flag in self._compiled.items())
+
+    def modes(self) -> dict[str, bool]:
+        """Return the modes of the layers at the first compilation, or of now before it, by name."""
+        if not self._compiled:
+            self.choose_modes()
+        return dict(self._compiled)
 
     # ---- compiling ---------------------------------------------------------------------------------------
 
@@ -288,11 +279,11 @@ class ModelFlags:
         """Set the modes of the model to those of the first compilation, inside the `with`."""
         now = {name: layer.training for name, layer in self._model.traced.named_modules()}
         self._compiled = now | self._compiled  # layers that are new keep their mode
-        _set_modes(self._model.traced, self._compiled)
+        set_modes(self._model.traced, self._compiled)
         try:
             yield
         finally:
-            _set_modes(self._model.traced, now)
+            set_modes(self._model.traced, now)
 
     def fix(self, executable: Executable) -> None:
         """Note what a compilation has fixed."""
@@ -364,6 +355,7 @@ class _OwnTrain:
         return functools.partial, (train,), (train, (self._module,), {}, None)
 
 
-def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """Set the flag `training` of the layers of a model that `modes` names."""
     for name, layer in model.named_modules():
         vars(layer)["training"] = modes.get(name, layer.training)

@@ -1,8 +1,8 @@
-"""Saved executors: a file of the compiled model, or the training state as a dictionary.
+"""Saved executors: a file of a model with its options and training state, or the training state as a dictionary.
 
-A file is one pickle with executables, options and state. Reading a pickle can run code, so read only files
-that you trust. Only the version that wrote a file can read it. Weights are saved as a part of the pickled
-model; `torch.save(model.state_dict(), ...)` saves weights alone.
+A file is one pickle. Reading a pickle can run code, so read only files that you trust. Only the version that wrote a
+file can read it. Weights are saved as a part of the pickled model; `torch.save(model.state_dict(), ...)` saves weights
+alone. No compiled code is saved: an executor from a file compiles at its first call.
 """
 
 import copy
@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,53 +19,56 @@ import torch
 from torch import Tensor
 
 from popengine.errors import Error
-from popengine.run.instances.consistency import fingerprint_of_plan, hash_weights
 from popengine.torch_private import tree_map_only
 
 from ..annotating.replica_groups import Grouping
-from ..compiling.executable import Executable
 from ..enums import ConnectionType
 from ..logs import logger
-from ..ops.host import has_host_calls
 from ..options import Options
 from ..version import __version__
-from .wrapped_model import WrappedModel
 
-_HASH = hashlib.sha256().digest_size  # bytes of the hash that a file begins with
+# A file begins with this line, followed by a hash and the pickle.
+_FIRST_LINE = f"pando {__version__} executor\n".encode()
+_HASH = hashlib.sha256().digest_size
 DEFAULT_NAME = "model.poptorch"
-_VERSIONS = f"pando {__version__}, torch {torch.__version__}"
 TrainingState = dict[str, Any]
 _PLAIN_TYPES = (int, float, bool, str, tuple, list, type(None))
 
 
 @dataclass(frozen=True)
 class SavedExecutor:
-    """The contents of a file of a compiled model; without model if saved with export_model=False."""
+    """The contents of a file. Without `model` and `optimizer` if it was saved with export_model=False."""
 
-    executables: tuple[Executable, ...]
+    training: bool
     options: Options
     per_replica_params: dict[str, Grouping]
+    modes: dict[str, bool]  # by name of a layer, the flag `training` that it is compiled with
+    shapes: dict[str, list[int]]  # of the weights, by name
+    kind: str  # name of the optimizer's class
     model: Any = None
     optimizer: Any = None
-    state: dict[str, Any] = field(default_factory=dict)  # entries of `TrainState.export`, besides weights
-
-    @property
-    def training(self) -> bool:
-        return self.executables[0].settings.training
+    state: dict[str, Any] = field(default_factory=dict)  # entries of `TrainState.export`, besides "weights"
 
 
 def saved(executor: Any, with_model: bool, with_random_state: bool) -> SavedExecutor:
-    """Return what a file of a compiled executor holds. Waits for other processes that have a part of the state."""
-    plans = executor._plans
-    first = plans.first or plans.require_executable()
+    """Return the contents of an executor's file. Waits for other processes that have a part of the state."""
+    plans, wrapped, optimizer = executor._plans, executor._wrapped, executor._optimizer
     plans.state.move_to_host()  # the file can be read where there is no accelerator
     plans.fill_elsewhere()
-    state = {**plans.export(weights=False), "optimizer": plans.optimizer_states()}
-    if not with_random_state:
-        del state["random"]
-    others = (plan.executable for plan in plans.loaded if plan.executable is not first)
-    parts = (executor._user_model, executor._optimizer) if with_model else ()
-    return SavedExecutor((first, *others), executor.options, executor.per_replica_params, *parts, state=state)
+    state = {**plans.export(), "optimizer": plans.optimizer_states()}
+    for name, is_saved in (("weights", False), ("buffers", with_model), ("random", with_random_state)):
+        if not is_saved:
+            del state[name]
+    return SavedExecutor(
+        wrapped.training,
+        executor.options,
+        executor.per_replica_params,
+        executor._compilation.flags.modes(),
+        wrapped.shapes(),
+        type(optimizer).__name__,
+        *((wrapped.user, optimizer) if with_model else ()),
+        state=state,
+    )
 
 
 def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
@@ -79,11 +83,10 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         content = io.BytesIO()
-        content.seek(_HASH)
-        # The default protocol is older, and can't pickle a memory format among the arguments of an operation.
-        torch.save({"versions": _VERSIONS, "saved": saved}, content, pickle_protocol=4)
-        content.getbuffer()[:_HASH] = hashlib.sha256(content.getbuffer()[_HASH:]).digest()
-        unfinished.write_bytes(content.getbuffer())
+        # The default protocol can't pickle a torch.memory_format.
+        torch.save(saved, content, pickle_protocol=4)
+        with unfinished.open("wb") as file:
+            file.writelines((_FIRST_LINE, hashlib.sha256(content.getbuffer()).digest(), content.getbuffer()))
         unfinished.replace(path)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Error(
@@ -95,33 +98,6 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def write_to_cache_folder(
-    executable: Executable, options: Options, per_replica_params: dict[str, Grouping]
-) -> None:
-    """Write a compiled model, in instance 0, to the folder of `enableExecutableCaching`, if it can be
-    written."""
-    popart, settings = options._Popart, executable.settings
-    if not popart("enableEngineCaching") or settings.counts.process != 0 or executable.plan.is_spread:
-        return
-    if has_host_calls(executable.plan):
-        logger.warning(
-            "enableExecutableCaching: this model is not written to the folder: it calls Python on the host"
-            " (poptorch.CPU, custom_op), which a file can't hold"
-        )
-        return
-    constants = hash_weights(executable.plan.partition.signature.constants)
-    compiled = repr((_VERSIONS, fingerprint_of_plan(executable.plan, settings, {}, seed=0), constants))
-    name = hashlib.sha256(compiled.encode()).hexdigest()[:32]
-    path = Path(popart("cachePath")) / f"{name}.poptorch"
-    try:
-        if not path.exists():
-            write_file(path, SavedExecutor((executable,), options, per_replica_params))
-    except (OSError, AssertionError, Error) as error:
-        logger.warning(
-            "enableExecutableCaching: the compiled model is not written to %s: %s", path.parent, error
-        )
-
-
 def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     """Return the contents of a file from `write_file`. Raises AssertionError if it is damaged, or of another
     version."""
@@ -130,51 +106,67 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     written = ", ".join(sorted(file.name for file in path.parent.glob("*.poptorch"))) or "none"
     if not path.exists():
         raise AssertionError(
-            f"Invalid file {path}: it does not exist; files of compiled models in this folder: {written}\n"
+            f"Invalid file {path}: it does not exist; files of executors in this folder: {written}\n"
             "  fix: write it with executor.save(path) or compileAndExport(path, ...)"
         )
+    content = memoryview(path.read_bytes())
+    if version := _other_version(content):
+        raise AssertionError(
+            f"Invalid file {path}: {version} wrote it, and this is pando {__version__}\n"
+            "  fix: save the model again; or load the file with the version that wrote it, save the state_dict() of"
+            " model and optimizer with torch.save, and load these here"
+        )
     try:
-        content = memoryview(path.read_bytes())
-        if content[:_HASH] != hashlib.sha256(content[_HASH:]).digest():
-            raise ValueError("this is no file of a compiled model, or it was damaged since it was written")
-        loaded = torch.load(io.BytesIO(content[_HASH:]), weights_only=False)
-        versions, saved = loaded["versions"], loaded["saved"]
-    except Exception as error:  # reading another program's pickle can raise any error
+        first_line, hashed = content[: len(_FIRST_LINE)], content[len(_FIRST_LINE) :]
+        if first_line != _FIRST_LINE or hashed[:_HASH] != hashlib.sha256(hashed[_HASH:]).digest():
+            raise ValueError("this is no file of an executor, or it was damaged since it was written")
+        saved = torch.load(io.BytesIO(hashed[_HASH:]), weights_only=False)
+    except Exception as error:  # unpickling a model can raise any error
         raise AssertionError(
             f"Invalid file {path}: {type(error).__name__}: {error}\n"
             "  fix: a file of executor.save(path); a file of torch.save: model.load_state_dict(torch.load(path))"
         ) from None
-    if versions != _VERSIONS:
-        raise AssertionError(
-            f"Invalid file {path}: written by {versions}, this is {_VERSIONS}\n"
-            "  fix: compile and save the model again"
-        )
     if saved.options.connection_type == ConnectionType.Never:
         saved.options.connectionType(ConnectionType.Always)  # the offline target was for compilation only
     return saved
 
 
-def read_file_for(filename: str, model: WrappedModel) -> SavedExecutor:
-    """Return the contents of a file. Raises Error if it can't be read, or if it has another mode (training, inference)
-    or other weights than the model."""
+def _other_version(content: memoryview) -> str:
+    """Return in words which other version of Pando wrote a file; "" if this one did, or none."""
+    first_line = bytes(content[: len(_FIRST_LINE) + 20]).partition(b"\n")[0] + b"\n"
+    words = first_line.split()
+    if words[:1] + words[2:] == [b"pando", b"executor"] and first_line != _FIRST_LINE:
+        return f"pando {words[1].decode(errors='replace')}"
+    # Before there was a first line, a file began with the hash.
+    is_older = len(content) > _HASH and content[:_HASH] == hashlib.sha256(content[_HASH:]).digest()
+    return "an older version of pando" if is_older else ""
+
+
+def read_file_for(filename: str, executor: Any) -> SavedExecutor:
+    """Return the contents of a file. Raises Error if it can't be read, or if it has another mode (training, inference),
+    other weights or another optimizer than the executor."""
     try:
         saved = read_file(filename)
     except AssertionError as error:
         raise Error(str(error)) from None
+    model, kind = executor._wrapped, type(executor._optimizer).__name__
     kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
             f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
             f" {kinds[model.training]}"
         )
-    shapes = model.shapes(saved.executables[0].settings.replica_groups)
-    weights = saved.executables[0].plan.partition.signature.parameters_and_buffers
-    other = [f"{slot.key} {list(slot.shape)}" for slot in weights if shapes.get(slot.key) != slot.shape]
-    if other:
+    if other := _other_weights(saved.shapes, model.shapes()):
         raise Error(
-            f"Invalid file {filename}: it is of another model, which has {', '.join(other)}\n"
+            f"Invalid file {filename}: it is of another model: {other}\n"
             "  fix: wrap the model that was saved, or compile this one"
         )
+    if saved.kind != kind:
+        raise Error(
+            f"Invalid file {filename}: it has the state of the optimizer {saved.kind}, and this model trains with"
+            f" {kind}\n  fix: setOptimizer(...) with one of class {saved.kind}, or poptorch.load(filename)"
+        )
+    saved.state.pop("buffers", None)  # as its weights, those of the model stay
     return saved
 
 
@@ -216,17 +208,12 @@ def set_training_state(executor: Any, state: TrainingState) -> None:
 
 def _check_state(executor: Any, state: TrainingState) -> None:
     """Raise Error if names or shapes of weights (not per-replica), or the number of groups, differ."""
+    own, here = executor.per_replica_params, executor._wrapped.shapes()
     saved = {**state["buffers"][0], **state["weights"]}
-    here = {name: list(shape) for name, shape in executor._wrapped.shapes(()).items()}
-    there = {name: list(value.shape) for name, value in saved.items()}
-    other = [
-        f"{name} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in sorted((here.keys() | there.keys()) - executor.per_replica_params.keys())
-        if here.get(name) != there.get(name)
-    ]
-    if other:
+    there = {name: list(value.shape) for name, value in saved.items() if name not in own}
+    if other := _other_weights(there, {name: here[name] for name in here.keys() - own.keys()}):
         raise Error(
-            f"the checkpoint is of another model: {'; '.join(other[:5])}\n"
+            f"the checkpoint is of another model: {other}\n"
             "  fix: build the model as in the run that saved the checkpoint"
         )
     if len(state["rates"]) != len(executor._optimizer.param_groups):
@@ -236,3 +223,10 @@ def _check_state(executor: Any, state: TrainingState) -> None:
             "  why: each group's learning rate and other rates are restored from the checkpoint\n"
             "  fix: build the optimizer with the parameter groups of the run that saved the checkpoint"
         )
+
+
+def _other_weights(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> str:
+    """Return in words which weights have other names or shapes in a file than in a model; "" if none."""
+    names = sorted(name for name in there.keys() | here.keys() if here.get(name) != there.get(name))
+    shapes = ((name, there.get(name, "missing"), here.get(name, "missing")) for name in names[:5])
+    return "; ".join(f"{name} is {saved} there, {present} here" for name, saved, present in shapes)

@@ -93,13 +93,18 @@ class PoplarExecutor:
     def attachToDevice(self) -> None:
         """Start the devices' threads.
 
+        A model from a file is compiled and attached at its first call: until then this does nothing.
+
         Raises: Error, if the model is not compiled, or is attached already; AssertionError for ConnectionType.Never
         """
-        self._compilation.attach()
+        if not self._plans.waits_for_first_call:
+            self._compilation.attach()
 
     def detachFromDevice(self) -> None:
         """Release the devices. The state stays. If a replica spans several processes, each gets all weights, so all
         must call this or `destroy`. Raises: Error, if the model is not compiled or not attached"""
+        if self._plans.waits_for_first_call:
+            return
         self._plans.require_executable()
         if self._plans.engine is None:
             raise Error("Device is not attached\n  fix: leave this call out")
@@ -153,10 +158,11 @@ class PoplarExecutor:
 
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
-        engine = self._plans.require_engine()
-        engine.state.bind(None)
-        engine.state.train_state.move_to_host()
-        self._plans.fill_elsewhere()
+        if not self._plans.waits_for_first_call:
+            engine = self._plans.require_engine()
+            engine.state.bind(None)
+            engine.state.train_state.move_to_host()
+            self._plans.fill_elsewhere()
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:
@@ -164,7 +170,8 @@ class PoplarExecutor:
 
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
-        self._plans.require_engine().state.bind(None)
+        if not self._plans.waits_for_first_call:
+            self._plans.require_engine().state.bind(None)
 
     def copyNamedBuffersToDevice(self) -> None:
         """Check `Options.updatableNamedBuffers`. Each call uses the model's current buffers.
@@ -204,13 +211,18 @@ class PoplarExecutor:
     @property
     def rng_state(self) -> list[int]:
         """Return [seed, number of steps run], the key of random draws. Raises: Error, before compilation"""
-        self._plans.require_executable()
+        self._require_state()
         return list(self._plans.random_state)
 
     @rng_state.setter
     def rng_state(self, state: list[int]) -> None:
-        self._plans.require_executable()
+        self._require_state()
         self._plans.random_state = state
+
+    def _require_state(self) -> None:
+        """Raise Error before compilation, unless the state is that of a file."""
+        if not self._plans.waits_for_first_call:
+            self._plans.require_executable()
 
     # ---- the model and its compilation -------------------------------------------------------------------
 
@@ -366,13 +378,13 @@ class PoplarExecutor:
     # ---- files -------------------------------------------------------------------------------------------
 
     def compileAndExport(self, filename: str, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
-        """Compile the model for these arguments, as `compile`, and write it to a file, as `save`."""
+        """Compile the model for these arguments, as `compile`, and write a file, as `save`."""
         self.compile(*args, **kwargs)
         self.save(filename, export_model=export_model)
 
     def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the compiled model, its options and its state to a file, or to `model.poptorch` in a folder. If a
-        replica spans several processes, all must call this, each with a file of its own.
+        """Write the model, its options and its state to a file, or to `model.poptorch` in a folder. If a replica spans
+        several processes, all must call this, each with a file of its own.
 
         Args:
             export_model:   also write the user's model and its optimizer, for `poptorch.load`
@@ -381,20 +393,24 @@ class PoplarExecutor:
             AssertionError: the file's folder is a file
             Error: the model is not compiled, or can't be pickled
         """
+        self._require_state()
         executable_file.write_file(filename, executable_file.saved(self, export_model, save_rng_state))
 
     def loadExecutable(self, filename: str) -> None:
-        """Load the compiled plans, optimizer state and random state that `save` wrote for the same model.
+        """Load the optimizer state and the random state that `save` wrote for the same model.
 
-        Frees the plans of this executor first; attaches to devices if the connection type is Always.
+        Frees the plans of this executor first. Its next call compiles the model, and attaches it to its devices.
 
-        Raises: Error, if the file is missing or damaged, or of another version, mode or model
+        Raises: Error, if the file is missing or damaged, or of another version, mode, model or optimizer
         """
-        saved = executable_file.read_file_for(filename, self._wrapped)
+        saved = executable_file.read_file_for(filename, self)
         self.destroy()
         self._restore(saved)
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
-        """Add a file's plans and state to an executor that has no plans. Attach for ConnectionType.Always."""
+        """Load the state of a file into an executor that has no plans."""
         self._mark()
-        self._compilation.add_saved(saved)
+        self._plans.load(saved.state)
+        self.per_replica_params.clear()
+        self.per_replica_params.update(saved.per_replica_params)
+        self._plans.has_file_state = True

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from ..compiling.executable import Executable
 from ..compiling.materializing import fill_weights
 from ..logs import logger
 from ..options import Options
-from ..options.freeze_options import chosen_devices
 from ..reporter import Reporter
 
 
@@ -41,6 +40,7 @@ class LoadedPlans:
         self._options, self._model = options, model
         self.state = TrainState(functools.partial(weights_of, model))
         self._is_seeded = False  # whether `state.random_state` is set
+        self.has_file_state = False  # whether the state was loaded from a file
         self.loaded: list[LoadedPlan] = []  # in order of use, the latest last
         self.current: LoadedPlan | None = None
         self.first: Executable | None = None  # compiled first; calls are checked against its inputs
@@ -53,6 +53,11 @@ class LoadedPlans:
     @property
     def engine(self) -> Engine | None:
         return self.current.engine if self.current is not None else None
+
+    @property
+    def waits_for_first_call(self) -> bool:
+        """Return whether the state was loaded from a file, and nothing is compiled yet."""
+        return self.has_file_state and self.current is None
 
     def require_executable(self) -> Executable:
         """Return the executable of the current plan. Raises Error before compilation."""
@@ -141,9 +146,9 @@ class LoadedPlans:
             )
         self.state.random_state, self._is_seeded = (state[0], state[1]), True
 
-    def export(self, weights: bool = True) -> dict[str, Any]:
+    def export(self) -> dict[str, Any]:
         """Return `TrainState.export`; before the first attach, with the random state that it will have."""
-        return {**self.state.export(weights), "random": self.random_state}
+        return {**self.state.export(), "random": self.random_state}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Replace the state by copies of the entries of an `export`."""
@@ -161,25 +166,9 @@ class LoadedPlans:
         self.current.engine = engine  # last: an engine counts as attached when it is complete
 
     def _new_engine(self, plan: LoadedPlan) -> Engine:
-        executable = plan.executable
-        # An executable from a file runs on the device that this program's options name.
-        device, names = chosen_devices(self._options, executable.settings.training)
-        if device != executable.settings.device == "cpu":
-            raise Error(
-                f'the executable was compiled for the CPU, and the device is "{device}"\n'
-                "  why: it may have operations that only CPUs have, such as torch's attention and LSTM for CPUs\n"
-                f'  fix: compile it with options.device("{device}"), or call the model instead of loading it;'
-                " or run it on the CPU"
-            )
-        settings = replace(executable.settings, device=device, devices=tuple(dict.fromkeys(names)))
+        executable, settings = plan.executable, plan.executable.settings
         fill_weights(self._model, executable.plan.weights_elsewhere(settings.place))
         if settings.counts.parts == 1 and executable.plan.is_spread:
-            if settings.devices != executable.settings.devices:
-                raise Error(
-                    f"the executable was compiled for {', '.join(executable.settings.devices)}, and the devices are"
-                    f" {', '.join(settings.devices) or device}\n"
-                    "  fix: choose these devices with options.device([...]), or call the model instead of loading it"
-                )
             engine = DeviceEngines(executable.plan, settings, self.state, executable.present_tensors)
         else:
             first = devices.device_named(settings.devices[0]) if settings.devices else None

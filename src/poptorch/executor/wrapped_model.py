@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,9 @@ class WrappedModel:
     training: bool
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
-    def shapes(self, groups: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return, by name, the shape of each weight in a replica; weights in `groups` have one row per group."""
-        return {n: tuple(w.shape[1:] if n in groups else w.shape) for n, w in weights_of(self.traced).items()}
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of each weight, by name."""
+        return {name: [*weight.shape] for name, weight in weights_of(self.traced).items()}
 
     def parameter_names(self) -> dict[int, str]:
         """Return {id(parameter): its canonical name}."""

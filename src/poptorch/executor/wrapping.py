@@ -20,6 +20,7 @@ from ..options import Options
 from ..options.freeze_options import resolve_options
 from . import executable_file, wrapped_model
 from .calls import outside_inference_mode
+from .compilation import set_modes
 from .executor import PoplarExecutor
 
 
@@ -101,7 +102,8 @@ def _unwrap_module(model: Any) -> Any:
 
 @outside_inference_mode
 def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) -> PoplarExecutor:
-    """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state.
+    """Build an executor from a file that `save` or `compileAndExport` wrote, and restore its state. Its first call
+    compiles the model.
 
     The file is a pickle: load only files that you trust.
 
@@ -121,6 +123,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     options = saved.options
     if edit_opts_fn is not None:
         edit_opts_fn(options)
+    set_modes(saved.model, saved.modes)
     executor = PoplarExecutor(saved.model, options, training=saved.training, optimizer=saved.optimizer)
     executor._restore(saved)
     return executor

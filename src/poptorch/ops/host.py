@@ -7,7 +7,6 @@ Python, which was registered by `registerCustomOp` or is in `known_operations.py
 
 import itertools
 import math
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current, hidden_from_capture
 from popengine.errors import Error
-from popengine.ir import Plan
-from popengine.operations import called_operations
 from popengine.run.train_state import has_same_bits
 
 from ..checks import checked
@@ -57,8 +54,7 @@ class HostCall:
 
 # By handle; a call lives as long as the graph that contains the handle.
 _host_calls: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
-# Handles start at a random number, so that a graph of another process has no handle of this process.
-_handles = itertools.count(secrets.randbits(40) << 20)
+_handles = itertools.count()
 
 
 def _record_host_call(
@@ -75,23 +71,12 @@ def _record_host_call(
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
 
-def _find_host_call(handle: int) -> HostCall:
-    call = _host_calls.get(handle)
-    if call is None:
-        raise Error(
-            "this graph calls a Python function on the host, and was compiled by another process, which had it\n"
-            "  why: poptorch.CPU and custom_op can't be saved in an executable\n"
-            "  fix: compile the model in this process, instead of loading an executable"
-        )
-    return call
-
-
 def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
     """Call a HostCall's function with copies of the inputs in the host's memory, and return its outputs.
 
     Raises: Error, if the function changes an input or weight, or returns other shapes than at compilation
     """
-    call = _find_host_call(handle)
+    call = _host_calls[handle]
     function, name = call.function, call.function.name
     device = inputs[0].device if inputs else torch.device("cpu")
     # Copies, and no inference tensors: the function may keep its inputs or convert them to numpy.
@@ -127,17 +112,11 @@ def _version_counters(call: HostCall) -> dict[str, int]:
 
 
 def _fake_outputs(inputs: list[Tensor], handle: int) -> list[Tensor]:
-    device, outputs = inputs[0].device if inputs else "cpu", _find_host_call(handle).outputs
+    device, outputs = inputs[0].device if inputs else "cpu", _host_calls[handle].outputs
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
 
 
 register_computed("host_call", _call_on_host, _fake_outputs)
-
-
-def has_host_calls(plan: Plan) -> bool:
-    """Return whether a compiled model, or a body of its `cond` or `for_loop`, calls functions on the host."""
-    calls = (call for piece in plan.partition.pieces for call in called_operations(piece))
-    return any(call.startswith("poptorch.host_call.") for call in calls)
 
 
 class _HostAutogradFunction(torch.autograd.Function):

@@ -275,7 +275,7 @@ class DeviceOptions(OptionsDict):
 
 
 class ReportingOptions(OptionsDict):
-    """Options for executable files, logs, profiles and source locations."""
+    """Options for logs, profiles and source locations."""
 
     _module_namescope_enabled: bool = True
     _show_progress_bar: bool = True
@@ -286,7 +286,7 @@ class ReportingOptions(OptionsDict):
     model_name: str
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Write each compiled model to a file in this folder, for `loadExecutable` only. None: write none."""
+        """Has no effect; kept for compatibility: a model compiles in seconds, at each start."""
         self._popart._store("enableEngineCaching", path is not None)
         return self._set_popart("cachePath", "" if path is None else os.fspath(path))
 

@@ -13,8 +13,8 @@ from poptorch.options.option_base import OptionsDict, merge_disjoint, plain_copy
 _NO_EFFECT = """
     accumulateOuterFragmentSettings. automaticLossScalingSettings. batchSerializationSettings.
     replicatedCollectivesSettings.
-    convolutionOptions decomposeGradSum defaultBufferingDepth defaultPrefetchBufferingDepth
-    disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams enableExplicitIR
+    cachePath convolutionOptions decomposeGradSum defaultBufferingDepth defaultPrefetchBufferingDepth
+    disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams enableEngineCaching enableExplicitIR
     enableGradientAccumulation enableOutlining enableStableNorm explicitRecomputation
     groupNormStridedChannelGrouping outlineThreshold partialsTypeMatMuls rearrangeAnchorsOnHost
     saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly subgraphCopyingStrategy
@@ -24,8 +24,6 @@ _NO_EFFECT = """
 _DEFAULTS: dict[str, Any] = {
     "autoRecomputation": 0,
     "automaticLossScalingSettings.enabled": False,
-    "cachePath": "",
-    "enableEngineCaching": False,
     "enableFloatingPointChecks": False,
     "enableStochasticRounding": False,
     "engineOptions": {},

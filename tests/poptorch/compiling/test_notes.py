@@ -59,16 +59,6 @@ def test_a_noted_value_has_its_own_type_again():
     assert hits.dtype == torch.int64 and hits.tolist() == [2]
 
 
-def test_notes_come_from_a_file_too(tmp_path):
-    executor = trained(options())
-    executor(torch.ones(1, 2))
-    executor.save(str(tmp_path / "model.poptorch"))
-    loaded = poptorch.load(str(tmp_path / "model.poptorch"))
-    loaded(torch.ones(1, 2))
-    assert [what for what, _ in loaded.notes] == ["loss", ("rows", 1)]
-    assert loaded.notes[1][1]["x"].tolist() == [[[1.0, 1.0]]]
-
-
 def test_outside_an_executor_nothing_is_noted():
     assert Noting()(torch.ones(1, 2)).shape == ()
 

@@ -223,16 +223,6 @@ def test_a_plan_can_be_compiled_ahead_of_its_first_call():
     assert len(calls) == compiled == 2, "of two rows and of one"
 
 
-def test_saved_plans_are_loaded_again_and_only_recorded(tmp_path, caplog):
-    trainer = poptorch.inferenceModel(nn.Linear(3, 2), options())
-    found = [trainer(torch.ones(rows, 3)) for rows in (4, 2)]
-    trainer.save(str(tmp_path / "model.poptorch"))
-    again = poptorch.load(str(tmp_path / "model.poptorch"))
-    with caplog.at_level("INFO", "poptorch::python"):
-        assert all(torch.equal(again(torch.ones(len(value), 3)), value) for value in found)
-    assert caplog.messages.count("recorded again, with an equal graph: a plan of a file") == 2
-
-
 # ---- incomplete batches ----------------------------------------------------------------------------------
 
 

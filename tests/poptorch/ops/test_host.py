@@ -109,14 +109,6 @@ def test_a_function_lives_as_long_as_the_model_that_calls_it(make):
     assert link() is None
 
 
-def test_a_model_that_calls_the_host_is_not_cached(tmp_path):
-    layer = poptorch.CPU(torch.neg, "negate")
-    for forward, files in ((lambda x: layer(x), 0), (lambda x: -x, 1)):
-        options = poptorch.Options().enableExecutableCaching(str(tmp_path))
-        assert torch.equal(poptorch.inferenceModel(forward, options)(X), -X)
-        assert len(list(tmp_path.glob("*.poptorch"))) == files
-
-
 class Cube(nn.Module):
     def __init__(self):
         super().__init__()

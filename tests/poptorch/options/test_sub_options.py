@@ -208,6 +208,7 @@ RECORDED = {  # the arguments of each setter without effect
     "options.TensorLocations.setAccumulatorLocation": (TensorLocationSettings(),),
     "options.TensorLocations.setActivationLocation": (TensorLocationSettings(),),
     "options.TensorLocations.setWeightLocation": (TensorLocationSettings(),),
+    "options.enableExecutableCaching": ("folder",),
     "options._Popart.setPatterns": ({"TiedGather": True},),
     "poptorch.TensorLocationSettings().minElementsForOffChip": (4,),
     "poptorch.TensorLocationSettings().useIOTilesToLoad": (),
@@ -242,6 +243,15 @@ def test_the_first_use_of_an_option_without_effect_is_one_line_of_the_log(log_of
         assert [line.partition(" has no effect: ")[0] for line in lines] == [path]
 
 
+def test_the_variable_of_the_executable_cache_is_one_line_of_the_log_too(log_of_info, monkeypatch):
+    monkeypatch.setenv("POPTORCH_CACHE_DIR", "somewhere")
+    for _ in range(2):
+        Options().enableExecutableCaching("elsewhere")
+    assert [record.message for record in log_of_info.records] == [
+        "options.enableExecutableCaching has no effect: a model compiles in seconds, at each start"
+    ]
+
+
 def test_a_popart_setting_without_effect_is_one_line_of_the_log_too(log_of_info):
     settings = Options()._Popart
     settings.set("enableOutlining", False).set("autoRecomputation", 3).set("enableOutlining", True)
@@ -251,7 +261,7 @@ def test_a_popart_setting_without_effect_is_one_line_of_the_log_too(log_of_info)
 
 
 def test_options_with_an_effect_log_nothing(log_of_info):
-    options = Options().deviceIterations(2).enableSyntheticData(False).enableExecutableCaching(None)
+    options = Options().deviceIterations(2).enableSyntheticData(False)
     options.Training.setAutomaticLossScaling(False)
     options.Precision.enableStochasticRounding(False)
     assert not log_of_info.records
