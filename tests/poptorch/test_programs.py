@@ -73,15 +73,6 @@ def test_insides_that_programs_touch():
         executor._debugGetPopartIR()
 
 
-def test_a_model_trains_without_an_optimizer():
-    model = Trained()
-    before = model.layer.weight.detach().clone()
-    executor = poptorch.trainingModel(model, options())
-    executor(*batch())
-    assert not torch.equal(model.layer.weight, before)
-    assert executor._optimizer.param_groups[0]["lr"] == 0.01
-
-
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.LAMB])
 def test_rates_may_be_none(kind):
     model = Trained()

@@ -325,17 +325,6 @@ def test_synthetic_data_has_the_compiled_shapes():
     assert seen[2] <= 1.0
 
 
-def test_programs_that_ask_for_ipus_go_on():
-    assert poptorch.ipuHardwareIsAvailable()
-    assert poptorch.ipuHardwareIsAvailable(16)
-    assert poptorch.ipuHardwareVersion() == 2
-
-
-def test_the_popart_graph_is_refused():
-    with pytest.raises(poptorch.Error, match="no PopART graph"):
-        trainer()[0]._debugGetPopartIR()
-
-
 def test_training_without_an_optimizer_logs_which_one_is_used(caplog):
     poptorch.trainingModel(Trained(), options())
     assert caplog.messages == [

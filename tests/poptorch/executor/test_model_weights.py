@@ -9,46 +9,6 @@ import poptorch
 from poptorch import CommGroupType, VariableRetrievalMode
 
 
-def host(model):
-    return model.layer.weight.detach().clone()
-
-
-def test_training_changes_the_models_own_tensors():
-    model = Trained()
-    tensors = {name: (value, value.data_ptr()) for name, value in model.named_parameters()}
-    view, before, kinds = model.layer.weight.detach().numpy(), host(model), [type(m) for m in model.modules()]
-    state = model.state_dict()
-    executor, _ = trainer(model)
-    executor(*batch())
-    for name, (value, address) in tensors.items():
-        assert model.get_parameter(name) is value
-        assert value.data_ptr() == address
-        assert type(value) is nn.Parameter
-    assert [type(m) for m in model.modules()] == kinds
-    assert not torch.equal(host(model), before)
-    assert torch.equal(torch.from_numpy(view), host(model))
-    assert torch.equal(state["layer.weight"], host(model))
-
-
-def test_the_copies_check_and_copy_nothing():
-    executor, model = trainer()
-    for copy in (executor.copyWeightsToHost, executor.copyWeightsToDevice, executor.copyNamedBuffersToDevice):
-        with pytest.raises(poptorch.Error, match="has not been compiled"):
-            copy()
-    executor(*batch())
-    version = executor._host_weights_version
-    executor.copyWeightsToHost()
-    assert executor._host_weights_version == version + 1
-    now = host(model)
-    executor.copyWeightsToDevice()
-    assert torch.equal(host(model), now)
-    assert executor.copyWeightsToHostIfNeeded() is model.copyWeightsToHostIfNeeded() is False
-    executor.detachFromDevice()
-    for copy in (executor.copyWeightsToHost, executor.copyWeightsToDevice):
-        with pytest.raises(poptorch.Error, match="not attached"):
-            copy()
-
-
 def zeros(model):
     return {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
 
@@ -85,28 +45,6 @@ def test_what_is_written_between_calls_is_what_the_next_call_reads(write, traini
     assert all("the optimizer does not hold" in message for message in caplog.messages)
 
 
-def test_load_state_dict_of_the_executor_loads_into_the_model():
-    executor, _ = trainer(lr=0.0)
-    x, target = batch()
-    executor(x, target)
-    state = {"layer.weight": torch.zeros(2, 3), "layer.bias": torch.ones(2)}
-    keys = executor.load_state_dict(state)
-    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
-    assert torch.equal(executor(x, target)[0], torch.ones(2, 2))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        executor.load_state_dict({})
-    assert executor.load_state_dict({"other": torch.ones(1)}, strict=False).unexpected_keys == ["other"]
-
-
-@pytest.mark.parametrize("leave", ["detachFromDevice", "destroy"])
-def test_detach_and_destroy_bring_the_weights_home(leave):
-    executor, model = trainer()
-    before = host(model)
-    executor(*batch())
-    getattr(executor, leave)()
-    assert not torch.equal(model.layer.weight.detach(), before)
-
-
 def test_an_interrupted_run_equals_an_uninterrupted_one():
     def losses(interrupted):
         torch.manual_seed(3)
@@ -134,29 +72,6 @@ def test_buffers_that_inference_changes_are_the_models():
     assert seen == 4
     seen.fill_(10)
     assert torch.equal(executor(torch.zeros(2)), torch.tensor([11.0, 12.0]))
-
-
-def test_validation_follows_training_without_explicit_copies():
-    executor, model = trainer()
-    validation = poptorch.inferenceModel(model, options())
-    x, target = batch()
-    before = validation(x)  # with an uncompiled trainer
-    for _ in range(2):
-        executor(x, target)
-        now = validation(x)
-        assert not torch.equal(now, before)
-        torch.testing.assert_close(now, model(x).detach())
-        before = now
-    assert torch.equal(validation(x), before)
-
-
-def test_after_the_trainers_end_validation_keeps_its_weights():
-    executor, model = trainer()
-    validation = poptorch.inferenceModel(model, options())
-    x, target = batch()
-    executor(x, target)
-    executor.destroy()
-    torch.testing.assert_close(validation(x), model(x).detach())
 
 
 # ---- several executors of a model ------------------------------------------------------------------------

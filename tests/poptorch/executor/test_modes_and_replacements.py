@@ -30,12 +30,6 @@ def test_the_mode_of_an_inference_executor_is_what_forward_finds(change):
     assert model.training
 
 
-def test_eval_gives_the_executor():
-    executor = poptorch.inferenceModel(Modal()).eval()
-    assert isinstance(executor, poptorch.PoplarExecutor)
-    assert torch.equal(executor(X), X + 20)
-
-
 def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
     executor = poptorch.inferenceModel(Modal().eval())
     executor(X)

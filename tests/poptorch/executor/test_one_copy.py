@@ -122,24 +122,6 @@ def test_every_executor_of_a_model_has_the_same_tensors():
     assert model.seen == 2 + 4 + 2  # forward counts in training and in inference: it is one buffer
 
 
-def test_inference_uses_the_present_weights_without_an_upload():
-    model = Trained()
-    executor = poptorch.inferenceModel(model, options())
-    x, _ = batch()
-    executor(x)
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    assert torch.equal(executor(x), torch.zeros(2, 2))
-
-
-def test_buffers_that_inference_changes_are_the_models():
-    model = Counting()
-    executor = poptorch.inferenceModel(model, options(iterations=2))
-    assert torch.equal(executor(torch.zeros(2)), torch.tensor([1.0, 2.0]))
-    assert model.seen == 2
-    model.seen.fill_(10)
-    assert torch.equal(executor(torch.zeros(2)), torch.tensor([11.0, 12.0]))
-
-
 # ---- the functions that copied -----------------------------------------------------------------------------
 
 
@@ -201,25 +183,6 @@ def test_the_copies_need_a_compiled_and_attached_model(name, training):
         getattr(executor, name)()
 
 
-def test_named_buffers_must_be_named_and_exist():
-    executor, _ = trainer()
-    executor(*batch())
-    with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
-        executor.copyNamedBuffersToDevice()
-    executor, _ = trainer(Buffered(), options().updatableNamedBuffers(["missing"]))
-    with pytest.raises(poptorch.Error, match=r"missing.*scale"):
-        executor(*batch())
-
-
-def test_named_buffers_count_like_every_other_write():
-    executor, model = trainer(Buffered(), options().updatableNamedBuffers(["scale"]), lr=0.0)
-    x, target = batch()
-    executor(x, target)
-    model.scale.fill_(2.0)
-    executor.copyNamedBuffersToDevice()
-    assert torch.equal(executor(x, target)[0], model.layer(2 * x).detach())
-
-
 @pytest.mark.parametrize("leave", ["detachFromDevice", "destroy"])
 def test_weights_stay_in_the_model_when_its_devices_go(leave):
     executor, model = trainer(Buffered())
@@ -251,24 +214,6 @@ def test_the_executor_loads_into_the_users_model():
 
 
 # ---- wrapping ----------------------------------------------------------------------------------------------
-
-
-def test_two_trainers_of_one_model_are_an_error_until_one_is_destroyed():
-    executor, model = trainer()
-    with pytest.raises(
-        RuntimeError, match=r"(?s)already been wrapped in 'poptorch\.trainingModel'.*destroy\(\)"
-    ):
-        poptorch.trainingModel(model, options())
-    executor(*batch())
-    model.destroy()
-    poptorch.trainingModel(model, options())(*batch())
-
-
-def test_a_model_whose_executor_is_destroyed_before_a_call_can_be_wrapped_again():
-    executor, model = trainer()
-    executor.destroy()
-    other, _ = trainer(model)
-    other(*batch())
 
 
 def test_a_wrapped_model_has_two_more_methods_and_loses_them():
@@ -360,16 +305,6 @@ def test_buffers_must_be_plain_tensors_in_training(training):
             poptorch.trainingModel(model, options())
     else:
         poptorch.inferenceModel(model, options())
-
-
-def test_an_inference_executor_is_saved_by_torch_before_compilation():
-    file = io.BytesIO()
-    model = Trained()
-    torch.save(poptorch.inferenceModel(model, options()), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    x, _ = batch()
-    assert torch.equal(loaded(x), poptorch.inferenceModel(model, options())(x))
 
 
 # ---- failures ----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Wrapping: a wrapped model and its copies are plain models; how a wrapper lets go of its model."""
 
-import copy
-import gc
 import io
 import pickle
 
@@ -29,63 +27,6 @@ def saved_and_loaded(value, **kwargs):
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, **kwargs)
-
-
-def test_a_wrapped_model_keeps_its_class():
-    _, model = trainer()
-    assert type(model) is Trained
-    assert type(model.layer.weight) is nn.Parameter
-
-
-def test_copies_and_pickles_are_plain_and_have_the_newest_values():
-    executor, model = trainer()
-    before = model.layer.weight.detach().clone()
-    for remade in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded_model):
-        executor(*batch())
-        made = remade(model)
-        assert type(made) is Trained
-        assert type(made.layer.weight) is nn.Parameter
-        assert torch.equal(made.layer.weight, model.layer.weight)
-        assert not torch.equal(made.layer.weight, before)
-
-
-def saved_and_loaded_model(model):
-    return saved_and_loaded(model, weights_only=False)
-
-
-def test_parameters_buffers_and_state_dicts_load_without_the_package():
-    model = Trained()
-    model.register_buffer("mean", torch.ones(3))
-    executor, _ = trainer(model)
-    executor(*batch())
-    for value in (model.layer.weight, model.mean, model.state_dict(), dict(model.named_buffers())):
-        loaded = saved_and_loaded(value)  # weights_only: no class of ours would pass
-        pickle.loads(pickle.dumps(value))
-        tensors = loaded.values() if isinstance(loaded, dict) else [loaded]
-        assert {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
-
-
-def test_a_shallow_copy_stays_marked():
-    executor, model = trainer()
-    twin = copy.copy(model)
-    executor(*batch())
-    assert type(twin) is type(model)
-    assert is_wrapped(twin)
-    assert not is_wrapped(copy.deepcopy(model))
-    twin.destroy()
-    assert not executor.isCompiled()
-
-
-def test_a_model_does_not_keep_its_executor_alive_and_outlives_it():
-    executor, model = trainer()
-    before = model.layer.weight.detach().clone()
-    executor(*batch())
-    del executor
-    gc.collect()
-    assert type(model) is Trained
-    assert not torch.equal(model.layer.weight, before)  # training is not lost with it
-    again, _ = trainer(model)
-    again(*batch())
 
 
 def test_a_model_trains_in_one_wrapper_at_a_time():
@@ -143,13 +84,6 @@ def test_what_is_passed_in_the_wrong_place_is_named_with_the_right_call():
 def test_other_options_are_refused():
     with pytest.raises(poptorch.Error, match=r"Invalid type: 'options'.*dict.*Options"):
         poptorch.inferenceModel(Trained(), {"device_iterations": 2})
-
-
-def test_buffers_must_be_plain_tensors():
-    model = Trained()
-    model.register_buffer("b", nn.Parameter(torch.ones(1)))
-    with pytest.raises(poptorch.Error, match=r"All buffers must be an instance of torch.Tensor"):
-        poptorch.trainingModel(model)
 
 
 def test_accumulation_has_no_meaning_in_inference():
