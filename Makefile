@@ -22,7 +22,7 @@ endef
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-fast test-torch test-avx2 test-gpu test-all kube check reference docs fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-tiny test-fast test-torch test-avx2 test-gpu test-all kube check reference docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,9 @@ demo-lightning: $(READY)
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
+
+test-tiny: $(READY)
+	$(BIN)/python -m pytest tests/test_tiny.py
 
 # Units: no processes that load data or train together, no examples, no documents, no browser.
 FAST := $(filter-out tests/test_wheel.py, $(wildcard tests/test_*.py)) tests/popengine tests/poptorch

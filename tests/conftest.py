@@ -2,6 +2,10 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("popdist")))  # `processes` and `ports` serve other folders, too
 
 # A shell lets programs in its background ignore Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,12 +5,9 @@ import sys
 import threading
 from pathlib import Path
 
+import processes
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent / "popdist"))
-
-import processes
 
 import popdist
 import popengine

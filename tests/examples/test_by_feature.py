@@ -1,15 +1,11 @@
 """Each program of `examples/by_feature` is the base plus its marked lines, runs, and learns."""
 
 import re
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 from programs import printed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))
-
-import processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 FEATURES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")

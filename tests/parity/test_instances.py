@@ -1,15 +1,9 @@
 """Instances: processes that train together compute what one process with all their replicas computes."""
 
-import sys
-from pathlib import Path
-
 import parity_instance
+import processes
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))
-
-import processes
 
 import poptorch
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from poprun import agent, cli  # noqa: F401  the agent loads torch, once for all forks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "popdist"))  # for `ports`
-
 LIMIT = 600  # seconds; a few on an idle machine, hundreds on a starved one
 MARK = "POPRUN_TEST_MARK"
 
