@@ -73,23 +73,18 @@ for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_see
     )
 
 
-LIBRARY.define("gather_over_replicas(Tensor value, int size, bool exchange=False) -> Tensor")
+LIBRARY.define("gather_over_replicas(Tensor value, int size) -> Tensor")
 # The composite implementation gives fake tensors their shape, too.
 LIBRARY.impl(
     "gather_over_replicas",
-    lambda value, size, exchange=False: (
-        value.clone(memory_format=torch.contiguous_format)
-        if exchange
-        else value.unsqueeze(0).repeat(size, *[1] * value.dim())
-    ),
+    lambda value, size: value.unsqueeze(0).repeat(size, *[1] * value.dim()),
     "CompositeExplicitAutograd",
 )
 
 
-def gather_over_replicas(value: Tensor, size: int, exchange: bool = False) -> Tensor:
-    """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient. With `exchange`
-    `value` has a row for each replica, [size, ...]: return only this replica's row of each value."""
-    return torch.ops.popengine.gather_over_replicas(value, size, exchange)
+def gather_over_replicas(value: Tensor, size: int) -> Tensor:
+    """Return the values of the group's replicas, stacked: [size, *value.shape], without a gradient."""
+    return torch.ops.popengine.gather_over_replicas(value, size)
 
 
 LIBRARY.define("with_strides(Tensor value, int[] strides) -> Tensor")

@@ -10,7 +10,7 @@ from programs import printed
 FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 FEATURES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
 SAME_BITS = {"phases": "base", "profiling": "base", "recomputation": "base", "resume": "base"}
-SAME_BITS |= {"sharding": "base", "pipelining": "accumulation"}
+SAME_BITS |= {"known_operations": "base", "sharding": "base", "pipelining": "accumulation"}
 
 
 def without_marked_lines(text: str) -> str:

@@ -340,11 +340,11 @@ class RowFunctions:
     # ---- gathering -------------------------------------------------------------------------------------------
 
     def _gather_function(self, row: int, replica: int) -> Work:
-        """Return a function that stacks a value of all replicas of a group, [replicas, ...], in all their frames (in an
-        exchange: each replica's row of all values). Only the group's first replica in this process does so."""
+        """Return a function that stacks a value of all replicas of a group, [replicas, ...], in all their frames. Only
+        the group's first replica in this process does so."""
         task, counts = self.plan.tasks[row], self.settings.counts
         line = self.plan.partition.pieces[task.piece].lines[0]
-        value, size, exchanges = line.arguments[0].name, line.arguments[1], line.arguments[2:] == (True,)
+        value, size = line.arguments[0].name, line.arguments[1]
         before = counts.instance * counts.replicas  # replicas of other processes
         start = (before + replica) // size * size - before
         members = range(max(start, 0), min(start + size, counts.replicas))
@@ -358,8 +358,7 @@ class RowFunctions:
                 ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
                 found = all_gather_rows(self._group, ranks, Tag.GATHER, found)
             for member in members:
-                rows = found[:, (before + member) % size].contiguous() if exchanges else found
-                self.frames[member][micro_batch][line.name] = rows
+                self.frames[member][micro_batch][line.name] = found
 
         return gather
 

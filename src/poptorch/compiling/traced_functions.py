@@ -205,7 +205,7 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 _PRODUCTS: Any = torch.sparse.mm, torch.spmm, torch.mm, torch.matmul
 _PRODUCTS += Tensor.mm, Tensor.matmul, Tensor.__matmul__
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    functional.ctc_loss: lambda *args, **kwargs: _mark_as_loss(ctc_loss(*args, **kwargs)[0]),
+    functional.ctc_loss: lambda *args, **kwargs: _mark_as_loss(ctc_loss(*args, **kwargs)),
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__repr__: _format_tensor,
     Tensor.__format__: _format_value,

@@ -27,13 +27,10 @@ def ctc_loss(
     input_lengths: Tensor | Sequence[int],
     target_lengths: Tensor | Sequence[int],
     blank: int = 0,
-    reduction: int | str = "mean",
+    reduction: str = "mean",
     zero_infinity: bool = False,
-    returns_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the CTC loss of `torch.nn.functional.ctc_loss`, by operations that can be compiled, and with
-    `returns_gradient` its gradient of `log_probs`. A reduction may also be popart's number."""
-    reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction.lower()
+) -> Tensor:
+    """Return the CTC loss of `torch.nn.functional.ctc_loss`, by operations that can be compiled."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{reduction} is not a valid value for reduction")
     single = log_probs.dim() == 2
@@ -44,21 +41,15 @@ def ctc_loss(
     )
     if targets.dim() == 1 and single:
         targets = targets.unsqueeze(0)
-    needs_gradient = returns_gradient or (torch.is_grad_enabled() and log_probs.requires_grad)
-    settings = blank, zero_infinity, needs_gradient
-    losses, gradient = torch.ops.poptorch.ctc_loss(
-        log_probs, targets.to(torch.long), inputs, labels, *settings
-    )
+    settings = blank, zero_infinity, torch.is_grad_enabled() and log_probs.requires_grad
+    losses, _ = torch.ops.poptorch.ctc_loss(log_probs, targets.to(torch.long), inputs, labels, *settings)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0.0, losses)
     if reduction == "mean":
-        shares = 1.0 / labels.clamp(min=1) / len(labels)
-        losses, gradient = (losses / labels.clamp(min=1)).mean(), gradient * shares.unsqueeze(1)
-    elif reduction == "sum":
-        losses = losses.sum()
-    elif single:
-        losses = losses.squeeze(0)
-    return losses, (gradient.squeeze(1) if single else gradient).detach()
+        return (losses / labels.clamp(min=1)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    return losses.squeeze(0) if single else losses
 
 
 def _compute_losses(

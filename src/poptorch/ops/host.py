@@ -2,7 +2,7 @@
 
 A function can't be saved in a graph, so the graph contains a handle, the number of a HostCall in this
 process. C++ operators for IPUs can't run here, so `custom_op` runs an implementation of the same name in
-Python, which was registered by `registerCustomOp` or is in `known_operations.py`.
+Python, which was registered by `registerCustomOp`.
 """
 
 import itertools
@@ -21,7 +21,6 @@ from popengine.errors import Error
 from popengine.run.train_state import has_same_bits
 
 from ..checks import checked
-from .known_operations import KNOWN, compute_known_operation
 from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
 
 
@@ -241,7 +240,7 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: dict[str, Any] | None = None,
 ) -> list[Tensor]:
-    """Return the outputs of an operation that `registerCustomOp` registered, or that Pando knows.
+    """Return the outputs of an operation that `registerCustomOp` registered.
 
     >>> (cube,) = poptorch.custom_op([x], "Cube", "com.acme", 1, example_outputs=[x])
 
@@ -258,8 +257,6 @@ def custom_op(
     attributes = {} if attributes is None else attributes
     _check_attributes(attributes)
     found = _registered.get((name, domain, domain_version))
-    if found is None and name in KNOWN:
-        return compute_known_operation(name, inputs, attributes, example_outputs)
     if current() is None:
         if found is None:
             return [torch.zeros_like(example) for example in example_outputs]
@@ -270,7 +267,8 @@ def custom_op(
             f"the custom operation {domain}.{name}, version {domain_version}, has no implementation here\n"
             f"  why: operators compiled for IPUs can't run on this hardware; registered are: {known}\n"
             f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
-            " computes the outputs with torch"
+            " computes the outputs with torch; examples/by_feature/known_operations.py registers operations of public"
+            " programs"
         )
     backward = None if found.backward is None else partial(found.backward, **attributes)
     function = replace(found, forward=partial(found.forward, **attributes), backward=backward)
