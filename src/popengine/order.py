@@ -69,7 +69,7 @@ class Order:
         in_flight: maps a step to the most micro-batches that have begun and not ended; more never begin
         overlaps:  whether stages work on different micro-batches at the same time
         placement: "merged": neighbouring stages of one ipu are one stage; "apart": they stay apart; "turns": each
-            change of ipu in the forward begins a stage; "turns of blocks": so does a block's own ipu
+            change of ipu in the forward begins a stage, and blocks of a stage may have ipus of their own
         cuts_backwards: whether a backward is two actions: B computes what the stage before reads, W the rest: mostly
             the gradients of weights
     """
@@ -79,7 +79,7 @@ class Order:
     bounds: Callable[[StepActions, Action], Sequence[After]] = lambda step, action: ()
     in_flight: Callable[[StepActions], int] = lambda step: step.micro_batches
     overlaps: bool = True
-    placement: Literal["merged", "apart", "turns", "turns of blocks"] = "merged"
+    placement: Literal["merged", "apart", "turns"] = "merged"
     cuts_backwards: bool = False
 
     def least_micro_batches(self, forward_stages: int, training: bool) -> int:
@@ -176,13 +176,6 @@ def _in_a_v(name: str, key: Callable[[StepActions, Action, int], tuple[float, ..
     )
 
 
-def _in_turns(name: str, placement: Literal["turns", "turns of blocks"]) -> Order:
-    """Return the order in which one micro-batch passes all stages before the next begins."""
-    return Order(
-        name, lambda step, action, m: (m,), in_flight=lambda step: 1, overlaps=False, placement=placement
-    )
-
-
 ORDERS: dict[str, Order] = {
     order.name: order
     for order in (
@@ -203,8 +196,14 @@ ORDERS: dict[str, Order] = {
         ),
         _in_a_v("zero-bubble-v", _v_key),
         _in_a_v("dualpipe-v", _dualpipe_v_key),
-        _in_turns("sharded", "turns"),
-        _in_turns("phased", "turns of blocks"),
+        # One micro-batch passes all stages before the next begins.
+        Order(
+            "sharded",
+            lambda step, action, micro_batch: (micro_batch,),
+            in_flight=lambda step: 1,
+            overlaps=False,
+            placement="turns",
+        ),
     )
 }
 

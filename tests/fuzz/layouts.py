@@ -46,7 +46,6 @@ class Layout:
         kinds: dict[str, Any] = {
             "pipelined": functools.partial(poptorch.PipelinedExecution, schedule=self.schedule),
             "sharded": poptorch.ShardedExecution,
-            "phased": poptorch.SerialPhasedExecution,
         }
         return kinds[self.mode](*stages)
 

@@ -49,7 +49,7 @@ def trial(seed: str) -> str | None:
     reordered = any(step.kind.startswith("tied") and steps[step.other].kind == "view" for step in steps)
     if load.replicas == 1 and not reordered and not any(step.kind == "dropout" for step in steps):
         checks.append(("against_plain", UNSPLIT, ()))
-    for mode in ("pipelined", "sharded", "phased"):
+    for mode in ("pipelined", "sharded"):
         checks.append(("against_unsplit", random_layout(numbers, mode, len(steps), load), ()))
     layout = random_layout(numbers, numbers.choice(["pipelined", "sharded"]), len(steps), load)
     checks.append(("interrupted", layout, (interrupts.random_place(numbers),)))

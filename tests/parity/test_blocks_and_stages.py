@@ -246,7 +246,7 @@ class NormedTwice(nn.Module):
 @pytest.mark.parametrize("ipus", [(0, 1, 2, 3), (0, 1, 0, 1)])
 @pytest.mark.parametrize(
     ("kind", "accumulation"),
-    [(poptorch.ShardedExecution, 2), (poptorch.SerialPhasedExecution, 2), (poptorch.PipelinedExecution, 7)],
+    [(poptorch.ShardedExecution, 2), (poptorch.PipelinedExecution, 7)],
 )
 def test_stages_may_share_a_layer_with_buffers(kind, accumulation, ipus):
     """The first stage hands the buffer's old value on, and waits for the last stage of the micro-batch before."""

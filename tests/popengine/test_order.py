@@ -174,9 +174,7 @@ def test_cores_that_share_all_ipus_are_busy_as_long_as_there_are_micro_batches(c
     assert timeline(actions(0, 1, 2, 3), 4, ORDERS["1f1b"], cores)[1].length == expected
 
 
-@pytest.mark.parametrize(
-    "order", ["1f1b", "gpipe", "sharded", "phased"]
-)  # interleaved: groups of micro-batches
+@pytest.mark.parametrize("order", ["1f1b", "gpipe", "sharded"])  # interleaved: groups of micro-batches
 def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order):
     rows = actions(0, 1, 2, 1)
 

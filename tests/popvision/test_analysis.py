@@ -274,7 +274,7 @@ def test_schedules_of_the_same_stages_are_simulated_for_a_comparison():
     by_name = {one["name"]: one for one in found.schedules}
     lengths = {"1f1b": 14, "gpipe": 14, "sharded": 24}  # 2 (m + n - 1), and 2 m n
     assert {name: by_name[name]["ns"] / MS for name in lengths} == lengths
-    assert not {"interleaved", "zero-bubble", "dualpipe-v", "phased"} & {*by_name}  # they need other stages
+    assert not {"interleaved", "zero-bubble", "dualpipe-v"} & {*by_name}  # they need other stages
     assert found.schedules[0]["rows"] == list(found.devices.runs)
     held = [by_name[name]["activations"] for name in ("sharded", "1f1b", "gpipe")]
     assert held == sorted({*held})  # of 1, 2 and 6 micro-batches

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from ..errors import PartitionError, did_you_mean
 from ..ir import Visit
@@ -34,12 +35,12 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     placement = order_named(strategy.order).placement
     if strategy.auto == "same_as_ipu" and len({ipu_of[numbers[i]] for i in used}) > 1:
         check_may_choose_stages(strategy, "AutoStage.SameAsIpu")
-    if placement.startswith("turns"):
+    if placement == "turns":
         # Ipus take turns as the forward does: each change of ipu begins a new stage.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
         for i in sorted(used):
-            own = visits[i].ipu if placement == "turns of blocks" else None
-            ipu = own if own is not None else ipu_of[numbers[i]]
+            own = _named_ipu(visits[i], numbers[i], strategy)
+            ipu = ipu_of[numbers[i]] if own is None else own
             turn += ipu != ipu_of_turn.get(turn)
             turns[i], ipu_of_turn[turn] = turn, ipu
         numbers, ipu_of = turns, ipu_of_turn
@@ -105,22 +106,28 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """Return the ipu of each stage: n of Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
-    Raise BlockError if blocks of one stage name different ipus, unless the order lets each block have its own."""
-    found: dict[int, tuple[int, str]] = {}
+    Raise BlockError if blocks of one stage (where ipus take turns: uses of one block) name different ipus."""
+    in_turns = order_named(strategy.order).placement == "turns"
+    found, ipu_of = dict[Any, tuple[int, str]](), dict[int, int]()
     for visit, number in zip(visits, numbers, strict=True):
-        stage = strategy.stages[number] if number < len(strategy.stages) else None
-        ipu = stage.ipu if stage and stage.ipu is not None else visit.ipu
+        ipu = _named_ipu(visit, number, strategy)
         if ipu is None:
             continue
-        before, where = found.setdefault(number, (ipu, visit.where))
-        may_differ = order_named(strategy.order).placement == "turns of blocks"
-        if before != ipu and (not may_differ or (stage and stage.ipu is not None)):
+        ipu_of.setdefault(number, ipu)
+        before, where = found.setdefault(visit.name if in_turns else number, (ipu, visit.where))
+        if before != ipu:
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
                 f"  block {visit.name!r}, opened at {visit.where}, asks for ipu {ipu}; ipu {before} is from {where}\n"
                 f"  fix: name the ipu once: poptorch.Stage({visit.name!r}).ipu({before})"
             )
-    return {number: found[number][0] if number in found else number for number in numbers}
+    return {number: ipu_of.get(number, number) for number in numbers}
+
+
+def _named_ipu(visit: Visit, number: int, strategy: Strategy) -> int | None:
+    """Return the ipu that the visit's stage or else its block names; None if neither does."""
+    stage = strategy.stages[number] if number < len(strategy.stages) else None
+    return stage.ipu if stage and stage.ipu is not None else visit.ipu
 
 
 def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:

@@ -246,9 +246,10 @@ class ShardedExecution(_StagedExecution):
 
 
 class _PhasedExecution(ExecutionStrategy):
-    """A strategy that runs phases one after another; on an IPU, tensors are in host memory between phases."""
+    """A strategy that runs the stages of its phases as `ShardedExecution` does; on an IPU, tensors are in host memory
+    between phases."""
 
-    _execution_mode, _schedule = 2, "phased"
+    _execution_mode, _schedule = 2, "sharded"
     _serial: bool
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
@@ -287,7 +288,7 @@ class _PhasedExecution(ExecutionStrategy):
 
 
 class SerialPhasedExecution(_PhasedExecution):
-    """A strategy that runs phases one after another, each on all ipus.
+    """A strategy that runs phases one after another, each on all ipus: as `ShardedExecution` over their stages.
 
     >>> options.setExecutionStrategy(poptorch.SerialPhasedExecution("embedding", ["layer0", "layer1"], "head"))
 
@@ -305,7 +306,8 @@ class SerialPhasedExecution(_PhasedExecution):
 
 
 class ParallelPhasedExecution(_PhasedExecution):
-    """A strategy that runs phases one after another: even phases on even ipus, odd phases on odd ipus.
+    """A strategy that runs phases one after another, as `SerialPhasedExecution`: even phases on even ipus, odd phases
+    on odd ipus.
 
     >>> phases = [poptorch.Phase("a").ipus(0), poptorch.Phase("b").ipus(1)]
     >>> options.setExecutionStrategy(poptorch.ParallelPhasedExecution(*phases))

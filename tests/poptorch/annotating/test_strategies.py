@@ -97,7 +97,7 @@ def test_phases_are_flattened_into_stages_in_order():
     strategy.phase(2).ipus(0, 1)
     strategy.stage("g").ipu(3)
     assert strategy.freeze() == Strategy(
-        order="phased",
+        order="sharded",
         auto=None,
         stages=(
             StagePlan(("a",)),

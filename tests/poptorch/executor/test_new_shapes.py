@@ -92,7 +92,6 @@ def assert_equal(model, twin, exact=True):
 STRATEGIES = {
     "sharded": poptorch.ShardedExecution,
     "pipelined": poptorch.PipelinedExecution,
-    "phased": lambda: poptorch.SerialPhasedExecution(["first"], ["last"]),
 }
 
 
