@@ -5,6 +5,7 @@ Like gloo, the store serves every caller that reaches it (SECURITY.md).
 
 import ipaddress
 import socket
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -35,7 +36,8 @@ def serve(host: str, port: int, seconds: float) -> dist.TCPStore:
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         master_listen_fd=listening.detach(),  # without it torch listens on all interfaces
-        use_libuv=False,  # which takes no socket
+        use_libuv=sys.platform
+        != "win32",  # which torch for Windows lacks; the other kind serves one caller at a time
     )
 
 
@@ -45,13 +47,21 @@ def connect(host: str, port: int, seconds: float) -> dist.TCPStore:
     until = time.monotonic() + seconds
     while True:
         try:
-            # torch prints pages about a connection that is refused.
-            socket.create_connection((host, port), max(until - time.monotonic(), 1.0)).close()
-            break
+            return _connect_now(host, port, seconds)
         except OSError:
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE)
+
+
+def ping(host: str, port: int, seconds: float) -> None:
+    """Ask a store whether it has a key. It must accept within `seconds`; a store that is stopped blocks this function.
+    Raises: OSError or RuntimeError, if there is no store, or it has no descriptor left for a connection"""
+    _connect_now(host, port, seconds).check(["ping"])
+
+
+def _connect_now(host: str, port: int, seconds: float) -> dist.TCPStore:
+    socket.create_connection((host, port), seconds).close()  # torch prints pages if a connection is refused
     return dist.TCPStore(host, port, timeout=timedelta(seconds=seconds), wait_for_workers=False)
 
 

@@ -177,8 +177,10 @@ class Instances:
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` until an instance ends; move each ended one from `running` to `exit_codes`."""
-        ended, _, _ = select.select(list(self._ends), [], [], seconds)
-        for descriptor in ended:
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        for descriptor in self._ends:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(1000 * seconds):
             instance = self._ends.pop(descriptor)
             os.close(descriptor)
             _, status = os.waitpid(self.running.pop(instance), 0)

@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FORWARDED = [  # Windows lacks two of them, and imports this file to say that poprun can't start
@@ -25,6 +25,7 @@ def run_guarded(work: Callable[[], int]) -> int:
     """Call `work` in a child process and forward signals to the child; then kill all descendants. Return the
     exit code of `work`; 128 + n if this process received signal n first, or if signal n ended the child."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
+    children = _open_children()
     sys.stdout.flush()
     sys.stderr.flush()
     # Signals are blocked until both processes have handlers.
@@ -45,7 +46,7 @@ def run_guarded(work: Callable[[], int]) -> int:
     pid = status = -1
     while pid != child:  # adopted processes end, too
         pid, status = os.wait()
-    _kill_descendants()
+    _kill_descendants(children)
     return 128 + received[0] if received else shell_exit_code(os.waitstatus_to_exitcode(status))
 
 
@@ -58,6 +59,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
     """Call `work` in the child process, kill all descendants, and return the exit code: 128 + n after signal n,
     1 if `work` raises an exception, which is printed. `guard` is this process's parent."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal then reaches the guard only, which forwards it
+    children = _open_children()
     _handle_signals(lambda number, _: sys.exit(128 + number))
     code = 1
     try:
@@ -70,7 +72,7 @@ def _run_child(work: Callable[[], int], guard: int) -> int:
         code = int(leaving.code or 0)
     except BaseException:
         traceback.print_exc()
-    _kill_descendants()
+    _kill_descendants(children)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
@@ -84,23 +86,20 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
-def _kill_descendants() -> None:
+def _open_children() -> TextIO:
+    """Return the file with the ids of the processes that this thread starts, and of adopted orphans. It is opened
+    early, since strangers that connect to the store may take all descriptors."""
+    return open(f"/proc/self/task/{os.getpid()}/children")
+
+
+def _kill_descendants(children: TextIO) -> None:
     """Kill all child processes and adopted orphans until this process has no children."""
-    while adopted := child_pids(os.getpid()):
-        for pid in adopted:
+    while children.seek(0) == 0 and (pids := [int(pid) for pid in children.read().split()]):
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def child_pids(pid: int) -> list[int]:
-    """Return the process ids of a process's children, also of adopted orphans."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
 
 
 def _prctl(what: int, value: int) -> None:

@@ -2,11 +2,9 @@
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from popdist import store
@@ -48,7 +46,7 @@ class Presence:
 
 class Reach(threading.Thread):
     """Serves the store of this node, by which the instances of a round connect if this node is the first one, and
-    tests each second which other nodes' stores can be reached."""
+    tests each second which other nodes' stores answer."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -64,19 +62,27 @@ class Reach(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with ThreadPoolExecutor(8) as pool:
-            while True:
-                list(pool.map(self._test, self.addresses.items()))
-                time.sleep(_TEST_INTERVAL)
+        while True:
+            tests = {
+                item: threading.Thread(target=self._test, args=item, daemon=True)
+                for item in self.addresses.items()
+            }
+            for test in tests.values():
+                test.start()
+            until = time.monotonic() + _TEST_PATIENCE
+            for (id, address), test in tests.items():
+                test.join(max(until - time.monotonic(), 0.0))
+                if test.is_alive():
+                    self.errors[id] = f" at {address}: its store has not answered for {_TEST_PATIENCE:.0f} s"
+            time.sleep(_TEST_INTERVAL)
 
-    def _test(self, item: tuple[str, str]) -> None:
-        id, address = item
+    def _test(self, id: str, address: str) -> None:
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), _TEST_PATIENCE).close()
+            store.ping(host, int(port), _TEST_PATIENCE)
             self.errors[id] = ""
-        except OSError as error:
-            self.errors[id] = f" at {address}: {error}"
+        except (OSError, RuntimeError) as error:
+            self.errors[id] = f" at {address}: {str(error).splitlines()[0]}"
 
     def reached(self) -> list[str]:
         """Return the ids of the nodes that the last tests have reached."""
