@@ -25,6 +25,7 @@ VALUES = {
     "popengine.order",
     "popengine.piece",
     "popengine.schedules",
+    "popengine.table",
     "popengine.texts",
 }
 # What each command may import: files that need the standard library only.
@@ -56,6 +57,7 @@ MAY_IMPORT = {
         "popengine",
         "popengine.order",
         "popengine.profile",
+        "popengine.table",
     },
     "lightning_ipu.autoload": {"popengine.import_hook"},
     "lightning_ipu": VALUES

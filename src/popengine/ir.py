@@ -5,16 +5,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from .order import After
-from .piece import Line, Phase, Piece, Value
+from .order import After, Phase
+from .piece import Line, Piece, Value
 from .settings import Place
+from .table import Index, Instruction, InstructionKind, Task, TaskKind
 
-__all__ = ["After", "Line", "Phase", "Piece", "Value"]  # beside the names defined here
+# Beside the names defined here.
+__all__ = ["After", "Index", "Instruction", "InstructionKind", "Line", "Phase"]
+__all__ += ["Piece", "Task", "TaskKind", "Value"]
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
 Key = Literal["output", "gradient", "buffer", "input"]
 
@@ -152,85 +155,6 @@ class Partition:
 
 
 # ---- the table of a step -----------------------------------------------------------------------------------
-
-
-InstructionKind = Literal[
-    "load", "receive", "compute", "send", "accumulate", "keep", "store", "free", "update"
-]
-
-
-class Instruction(NamedTuple):
-    """One thing that a row does, as if each ipu had memory of its own. At one place `send`, `receive` and `free` have
-    nothing to do: pieces read what others have written, and a row's `frees` says when memory is freed. The first
-    instruction of rows "send" and "receive" is the message between two places.
-
-    kind        what `names` name                             other fields
-    load        inputs: their rows of this micro-batch        keys: positions of the inputs
-    receive     values that another ipu has computed          channel, peer
-    compute     values that no later piece of this ipu reads  piece
-    send        values that another ipu reads                 channel, peer
-    accumulate  gradients to add to their sums                keys: names of the parameters
-    keep        the next values of buffers                    keys: names of the buffers
-    store       values for the user's results                 keys: positions in `Signature.results`
-    free        values: their memory is freed
-    update      (nothing)                                     keys: names of the weights
-    """
-
-    kind: InstructionKind
-    names: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    channel: str = ""  # the same name at both ends
-    peer: int = -1  # the ipu at the other end
-    piece: int = -1
-
-
-TaskKind = Literal[
-    "copy",  # weights of an ipu that pieces of another one at the same place read
-    "send",  # a message to another place: values, weights, or nothing
-    "receive",  # that message; waits for the row "send"
-    "forward",
-    "backward",
-    "gather",  # values of the replicas of a group
-    "sum",  # gradients over micro-batches; outputs of the mode "sum"
-    "exchange",  # all-reduce a bucket of gradient sums over processes
-    "norm",  # of a parameter's gradient
-    "begin",  # of the updates: from here on the step can't be given up
-    "measure",  # the norms of a chunk's step (LAMB, LARS)
-    "trust",  # the ratios from these norms
-    "update",  # a chunk of parameters: reduce over replicas, divide, clip, apply the rule
-    "share",  # broadcast weights from the processes that have updated them
-    "end",
-]
-# A row runs for each micro-batch, parameter or chunk, or once per step. The numbers of parameters and chunks
-# are known when the plan is loaded.
-Index = Literal["micro_batch", "step", "parameter", "chunk"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A row of a plan's table: one thing that a step does, for each micro-batch, parameter or chunk, or once."""
-
-    kind: TaskKind
-    ipu: int = -1
-    stage: int = -1
-    phase: Literal[Phase, ""] = ""
-    index: Index = "micro_batch"
-    after: tuple[After, ...] = ()
-    piece: int = -1
-    instructions: tuple[Instruction, ...] = ()  # what the row does, in this order
-    frees: tuple[str, ...] = ()  # the values of the micro-batch that no later row reads
-    once: bool = False  # for all replicas together, and not for each replica
-
-    @property
-    def computes(self) -> bool:
-        """Return whether the row runs a piece."""
-        return self.kind in ("forward", "backward", "gather")
-
-    def __str__(self) -> str:
-        if not self.phase:
-            return self.kind
-        name = f"{self.phase}{self.stage}"
-        return name if self.kind in ("forward", "backward") else f"{self.kind} {name}"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 from .errors import Error, did_you_mean
 
+Phase = Literal["F", "B", "W"]  # forward; backward; its weight gradients, if these are cut off
+
 
 class After(NamedTuple):
     """The dependency of a row on another one, `row`: which tasks of `row` must end before a task begins."""
@@ -29,7 +31,7 @@ class After(NamedTuple):
 class Action(NamedTuple):
     """One phase of one stage, which runs for each micro-batch. The rows in `after` are indices of actions."""
 
-    phase: str  # F, B or W
+    phase: str  # a `Phase`
     stage: int
     ipu: int
     after: tuple[After, ...] = ()

@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from .order import Phase
 from .torch_private import tree_leaves
 
-Phase = Literal["F", "B", "W"]  # forward; backward; its weight gradients, if these are cut off
 GETITEM = "getitem"  # the call that selects one of an operation's results
 GATHER = "popengine.gather_over_replicas.default"  # the call that reads values of other replicas
 

@@ -99,7 +99,7 @@ def _reads(plan: Plan, task: Task) -> Iterator[_Access]:
     partition = plan.partition
     if task.kind in ("send", "sum") and task.index == "micro_batch":
         yield from dict.fromkeys((name, 0) for x in task.instructions if x.kind != "free" for name in x.names)
-    for name in partition.names_read_by(partition.pieces[task.piece]) if task.computes else ():
+    for name in partition.names_read_by(partition.pieces[task.piece]) if task.runs_piece else ():
         is_buffer = name in partition.signature.changed_buffers
         yield name, int(is_buffer and not partition.is_of_micro_batch(name, task.piece))
 
@@ -110,7 +110,7 @@ def _writes(plan: Plan, task: Task) -> Iterator[_Access]:
     slots = {slot.key: slot.name for slot in partition.signature.slots if slot.role == "buffer"}
     kept = [key for x in task.instructions if x.kind == "keep" for key in x.keys]
     yield from ((slots[key], 1) for key in kept)
-    if task.computes:
+    if task.runs_piece:
         yield from ((name, 0) for name in partition.pieces[task.piece].writes if name in partition.makers)
         yield from ((name, 0) for x in task.instructions if x.kind == "load" for name in x.names)
     elif task.kind == "receive" and not kept:

@@ -8,14 +8,16 @@ import json
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from .order import Action, After
+from .order import Action
+from .table import COMPUTING, Instruction, Task, actions
 
 # The phases of a stage in words. A plan has those that its schedule needs.
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-_AROUND = ("sum", "gather")  # kinds of rows that belong to a phase of a stage, and run none
+_MOVES = ("load", "send", "receive", "store")  # kinds of instructions
 
 
 class Pass(NamedTuple):
@@ -35,20 +37,10 @@ class ProfiledBlock(NamedTuple):
     parameters: int = 0  # elements of its parameters; a tied one counts in the first block that has it
 
 
-class ProfiledPiece(NamedTuple):
-    """One phase of one stage, or a part of it."""
-
-    phase: str  # a key of `PHASES`
-    stage: int
-    ipu: int
-    where: str  # the user's line of its first operation
-    enters: int = 0  # bytes of its inputs that are freed while the piece runs
-
-
 class Operation(NamedTuple):
-    """One operation of a piece, with its times in replica 0 in the step `facts["detailed_step"]`."""
+    """One operation of a row, with its times in replica 0 in the step `facts["detailed_step"]`."""
 
-    piece: int
+    task: int  # index of the row in `Profile.tasks`
     name: str
     kind: str
     block: str
@@ -57,43 +49,8 @@ class Operation(NamedTuple):
     ns: int = 0  # of all calls
     flops: int = 0  # of one call
     bytes: int = 0  # read and written by one call
-    live: int = 0  # bytes alive in the piece after it
+    held: int = 0  # bytes that are alive after it, minus those before the row's first operation
     module: str = "?"  # as `named_modules` names it; "": the model's own forward, "?": not known
-
-
-class ProfiledTask(NamedTuple):
-    """A row of a step's table. It runs for each micro-batch, for each chunk or parameter, or once per step."""
-
-    kind: str  # a `popengine.ir.TaskKind`
-    ipu: int = -1  # -1: of the whole step
-    phase: str = ""  # a key of `PHASES`; "": not for each micro-batch
-    stage: int = -1
-    piece: int = -1  # index in `Profile.pieces` of the piece that the row runs
-
-    @property
-    def computes(self) -> bool:
-        """Return whether the row runs a phase of a stage."""
-        return bool(self.phase) and self.kind not in _AROUND
-
-
-class ProfiledInstruction(NamedTuple):
-    """What a row does to values, as if each ipu had a memory of its own. If `phase` is "", once per step."""
-
-    ipu: int
-    kind: str  # compute, receive, send, load, accumulate, keep, store, free, update
-    phase: str = ""
-    stage: int = -1
-    peer: int = -1  # the ipu at the other end of a send or receive
-    bytes: int = 0  # moved by a load, send, receive, store; read by an update
-    channel: str = ""  # of a send or receive: the same name at both ends
-    task: int = -1  # index of the row in `Profile.tasks`
-
-    @property
-    def frequency_and_time(self) -> tuple[str, str]:
-        """Return the period of a transfer, "micro-batch" or "step", and when in it, such as "after F0"."""
-        if self.phase:
-            return "micro-batch", f"after {self.phase}{self.stage}"
-        return "step", "at its start (shared weights)"
 
 
 class TaskRun(NamedTuple):
@@ -167,10 +124,13 @@ class Option(NamedTuple):
     default: str
 
 
-class Event(namedtuple("Event", (*ProfiledTask._fields, *TaskRun._fields))):
-    """A `TaskRun`, joined with the fields of its `ProfiledTask`."""
+class Event(namedtuple("Event", ("kind", "ipu", "phase", "stage", *TaskRun._fields))):
+    """A `TaskRun`, joined with fields of its row."""
 
-    computes = ProfiledTask.computes
+    @property
+    def computes(self) -> bool:
+        """Return whether the row runs operations of the model."""
+        return self.kind in COMPUTING
 
     @property
     def cost(self) -> int:
@@ -178,7 +138,7 @@ class Event(namedtuple("Event", (*ProfiledTask._fields, *TaskRun._fields))):
         return self.computed or self.end - self.start
 
 
-FORMAT, VERSION = "pando-profile", 2
+FORMAT, VERSION = "pando-profile", 3
 
 
 @dataclass(frozen=True)
@@ -197,11 +157,8 @@ class Profile:
     facts: dict[str, Any] = field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
     blocks: tuple[ProfiledBlock, ...] = ()
-    pieces: tuple[ProfiledPiece, ...] = ()
     operations: tuple[Operation, ...] = ()
-    tasks: tuple[ProfiledTask, ...] = ()
-    actions: tuple[Action, ...] = ()
-    instructions: tuple[ProfiledInstruction, ...] = ()
+    tasks: tuple[Task, ...] = ()
     runs: tuple[TaskRun, ...] = ()
     calls: tuple[Call, ...] = ()
     host: tuple[HostEvent, ...] = ()
@@ -218,12 +175,23 @@ class Profile:
     @property
     def phases(self) -> tuple[str, ...]:
         """Return the phases that the stages have, in the order of `PHASES`."""
-        return tuple(phase for phase in PHASES if any(action.phase == phase for action in self.actions))
+        return tuple(phase for phase in PHASES if any(task.phase == phase for task in self.tasks))
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """Return the phases of stages, which run for each micro-batch."""
+        return tuple(actions(self.tasks)[0])
+
+    def moves(self) -> Iterator[tuple[int, Task, Instruction]]:
+        """Yield (index of its row, row, instruction) of each load, send, receive and store."""
+        for row, task in enumerate(self.tasks):
+            yield from ((row, task, part) for part in task.instructions if part.kind in _MOVES)
 
     def events(self) -> Iterator[Event]:
         """Yield the recorded runs of tasks, in the order of `runs`."""
         for run in self.runs:
-            yield Event(*self.tasks[run.task], *run)
+            task = self.tasks[run.task]
+            yield Event(task.kind, task.ipu, task.phase, task.stage, *run)
 
     def to_json(self) -> str:
         """Return the file's text: a JSON object, in which each table is an object of `columns` and `rows`."""
@@ -231,7 +199,11 @@ class Profile:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name in TABLES:
-                value = {"columns": TABLES[entry.name]._fields, "rows": value}
+                columns = _columns(TABLES[entry.name])
+                value = {
+                    "columns": columns,
+                    "rows": [[getattr(row, name) for name in columns] for row in value],
+                }
             data[entry.name] = value
         return json.dumps(data, separators=(",", ":"))
 
@@ -243,11 +215,17 @@ class Profile:
         draft.replace(path)
 
 
+def _columns(row_type: type[Any]) -> tuple[str, ...]:
+    """Return the fields of a dataclass or named tuple."""
+    return getattr(row_type, "_fields", ()) or tuple(entry.name for entry in fields(row_type))
+
+
+_HINTS = get_type_hints(Profile)
 # The row type of each field that is a table.
 TABLES: dict[str, type[Any]] = {
     name: get_args(hint)[0]
-    for name, hint in get_type_hints(Profile).items()
-    if get_origin(hint) is tuple and hasattr(get_args(hint)[0], "_fields")
+    for name, hint in _HINTS.items()
+    if get_origin(hint) is tuple and hasattr(get_args(hint)[0], "__annotations__")
 }
 
 
@@ -293,13 +271,24 @@ def load(path: Path) -> Profile:
 def _parse_field(name: str, value: Any) -> Any:
     """Return the value of a field of `Profile` from its JSON. Unknown columns are left out; a missing column has its
     default."""
-    if name in TABLES:
-        row_type = TABLES[name]
-        if name == "actions":
-            return tuple(
-                Action(phase, stage, ipu, tuple(After(*edge) for edge in after))
-                for phase, stage, ipu, after in value["rows"]
-            )
-        rows = (zip(value["columns"], row, strict=True) for row in value["rows"])
-        return tuple(row_type(**{k: v for k, v in row if k in row_type._fields}) for row in rows)
-    return tuple(value) if name in ("stages", "ipus") else value
+    if name not in TABLES:
+        return _parse(_HINTS[name], value)
+    row_type, hints = TABLES[name], get_type_hints(TABLES[name])
+    columns = [(i, column) for i, column in enumerate(value["columns"]) if column in hints]
+    tuples = [column for _, column in columns if get_origin(hints[column]) is tuple]
+    rows = []
+    for row in value["rows"]:
+        cells = {column: row[i] for i, column in columns}
+        cells |= {column: _parse(hints[column], cells[column]) for column in tuples}
+        rows.append(row_type(**cells))
+    return tuple(rows)
+
+
+def _parse(hint: Any, value: Any) -> Any:
+    """Return a value of a type from its JSON: tuples and named tuples are lists there."""
+    if get_origin(hint) is tuple:
+        return tuple(_parse(get_args(hint)[0], item) for item in value)
+    if hasattr(hint, "_fields"):
+        hints = get_type_hints(hint)
+        return hint(*(_parse(hints[name], item) for name, item in zip(hint._fields, value, strict=True)))
+    return value

@@ -1,36 +1,19 @@
-"""The actions of a plan, and the schedule of a step, as if each ipu were a device of its own."""
+"""The schedule of a step of a plan, as if each ipu were a device of its own."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from .ir import Plan
-from .order import Action, After, StepActions, draw, order_named, timeline
-
-
-def actions(plan: Plan) -> tuple[list[Action], list[list[int]]]:
-    """Return the actions of a step, one for each phase of each stage, and the row indices of each action."""
-    groups: dict[tuple[str, int], list[int]] = {}
-    for row, task in enumerate(plan.tasks):
-        if task.phase:
-            groups.setdefault((task.phase, task.stage), []).append(row)
-    number_of = {row: number for number, rows in enumerate(groups.values()) for row in rows}
-    found = []
-    for number, ((phase, stage), rows) in enumerate(groups.items()):
-        edges = [edge for row in rows if plan.tasks[row].kind != "sum" for edge in plan.tasks[row].after]
-        # Rows without a phase are no actions: the weights that other ipus send at the begin of a step.
-        edges = [edge for edge in edges if edge.behind is not None and edge.row in number_of]
-        after = (After(number_of[edge.row], edge.behind) for edge in edges)
-        after = dict.fromkeys(edge for edge in after if edge != After(number, 0))
-        found.append(Action(phase, stage, plan.tasks[rows[0]].ipu, tuple(after)))
-    return found, list(groups.values())
+from .order import After, StepActions, draw, order_named, timeline
+from .table import actions
 
 
 def bounds_of_rows(plan: Plan, cores: int) -> Iterator[tuple[int, After]]:
     """Yield (row, edge) for each dependency by which the plan's order bounds memory, if `cores` cores share all ipus
     (0: each ipu is a device)."""
-    found, rows_of = actions(plan)
-    computing = [[row for row in own if plan.tasks[row].computes] for own in rows_of]
+    found, rows_of = actions(plan.tasks)
+    computing = [[row for row in own if plan.tasks[row].runs_piece] for own in rows_of]
     step = StepActions(tuple(found), plan.micro_batches, cores)
     for own, bounds in zip(computing, order_named(plan.order).all_bounds(step), strict=True):
         for row in own:
@@ -40,7 +23,7 @@ def bounds_of_rows(plan: Plan, cores: int) -> Iterator[tuple[int, After]]:
 
 def drawn_schedule(plan: Plan, cores: int = 0) -> tuple[str, str]:
     """Return the name of a plan's order, and its schedule as a text grid; for `cores` see `order.draw`."""
-    return plan.order, draw(actions(plan)[0], plan.micro_batches, order_named(plan.order), cores)
+    return plan.order, draw(actions(plan.tasks)[0], plan.micro_batches, order_named(plan.order), cores)
 
 
 class SimulatedStep(NamedTuple):
@@ -54,7 +37,7 @@ class SimulatedStep(NamedTuple):
 def simulate_step(plan: Plan, ticks: Mapping[str, float]) -> SimulatedStep:
     """Return the figures of a plan's step in which a stage's F, B and W take `ticks`. A stage without B runs its whole
     backward in W, in the ticks of both."""
-    found, _ = actions(plan)
+    found, _ = actions(plan.tasks)
     phases = {(action.phase, action.stage) for action in found}
     costs = [
         ticks[action.phase] + (ticks["B"] if action.phase == "W" and ("B", action.stage) not in phases else 0)

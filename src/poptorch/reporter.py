@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ class Reporter:
             name=f"{name} (plan {self.number})" if self.number > 1 else name,
             facts={**found.facts, **facts, **_joined_devices(engine, recorder)},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_add_times(found.operations, detail)),
+            operations=tuple(_add_times(found, detail)),
             runs=tuple(itertools.chain(*recorder.kept, recorder.broken)),
             calls=tuple(recorder.in_calls),
             host=tuple(recorder.host),
@@ -206,15 +206,14 @@ def _save_on_sigterm(number: int, frame: Any) -> None:
 # ---- recorded times ---------------------------------------------------------------------------------------
 
 
-def _add_times(operations: Sequence[profile.Operation], detail: StepDetail | None) -> list[profile.Operation]:
-    """Return the operations with their number of runs and nanoseconds in the detailed step, if there is one."""
-    if detail is None:
-        return list(operations)
-    lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines}
-    return [
-        row._replace(calls=detail.runs[row.piece], ns=next(lines[row.piece])) if row.piece in lines else row
-        for row in operations
-    ]
+def _add_times(found: profile.Profile, detail: StepDetail | None) -> Iterator[profile.Operation]:
+    """Yield the operations with their number of runs and nanoseconds in the detailed step, if there is one."""
+    lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines} if detail else {}
+    for operation in found.operations:
+        piece = found.tasks[operation.task].piece
+        if detail and piece in lines:
+            operation = operation._replace(calls=detail.runs[piece], ns=next(lines[piece]))
+        yield operation
 
 
 # ---- options and optimizer as text --------------------------------------------------------------------------

@@ -135,12 +135,12 @@ def _sums_by(profile: Profile, by: str) -> list[dict[str, Any]]:
     -1 if they differ between the group's operations."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for operation in profile.operations:
-        piece, name = profile.pieces[operation.piece], getattr(operation, by)
-        start = {by: name, "phase": piece.phase, "stage": piece.stage, "ipu": piece.ipu}
+        task, name = profile.tasks[operation.task], getattr(operation, by)
+        start = {by: name, "phase": task.phase, "stage": task.stage, "ipu": task.ipu}
         start |= dict.fromkeys(("ns", "calls", "flops", "bytes"), 0)
-        row = rows.setdefault((name, piece.phase, piece.stage if by == "block" else -1), start)
+        row = rows.setdefault((name, task.phase, task.stage if by == "block" else -1), start)
         for number in ("stage", "ipu"):
-            row[number] = row[number] if row[number] == getattr(piece, number) else -1
+            row[number] = row[number] if row[number] == getattr(task, number) else -1
         row["ns"] += operation.ns
         row["calls"] = max(row["calls"], operation.calls)
         row["flops"] += operation.flops * operation.calls
@@ -155,7 +155,7 @@ def _module_tree(profile: Profile) -> list[dict[str, Any]]:
     held = {tensor.name: tensor.bytes for tensor in profile.tensors if tensor.kind == "activation"}
     rows: dict[str, dict[str, Any]] = {}
     for operation in profile.operations:
-        phase, names = profile.pieces[operation.piece].phase, operation.module.split(".")
+        phase, names = profile.tasks[operation.task].phase, operation.module.split(".")
         paths = [".".join(names[:depth]) for depth in range(1, len(names) + 1)]
         for path in dict.fromkeys(["", *(path for path in paths if path not in ("", "?"))]):
             row = rows.setdefault(path, {"path": path, "ns": defaultdict(int), "bytes": 0})

@@ -84,7 +84,7 @@ def _operation_slices(profile: Profile, events: Sequence[Event], process: int) -
         if not event.computes or [event.call, event.step] != detailed or event.replica:
             continue
         start = event.start
-        for share, row in inside.get(event.piece, ()):
+        for share, row in inside.get(event.task, ()):
             end = event.start + (event.end - event.start) * share
             more = {"block": row.block, "where": row.where, "flops": row.flops}
             yield _slice(row.kind, process, event.core, start, end, "operation", **more)

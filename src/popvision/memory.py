@@ -71,16 +71,14 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
                 at_end[tensor.died] -= tensor.bytes
     own = [run for run in runs if profile.tasks[run.task].ipu == ipu]
     inside = operation_end_shares(profile)
-    if len(own) * len(profile.operations) > MOST_POINTS * len(profile.pieces):  # only the peak of each piece
-        inside = {piece: [max(rows, key=lambda row: row[1].live)] for piece, rows in inside.items()}
+    if len(own) * len(profile.operations) > MOST_POINTS * len(inside):  # only the peak of each row
+        inside = {task: [max(rows, key=lambda row: row[1].held)] for task, rows in inside.items()}
     held, points = 0, [(own[0].start, 0)] if own else []
     for run in own:
         held += at_start[run.task]
         points.append((run.start, held))
-        piece = profile.tasks[run.task].piece
-        for share, operation in inside.get(piece, ()) if profile.tasks[run.task].computes else ():
-            live = operation.live - profile.pieces[piece].enters
-            points.append((run.start + round((run.end - run.start) * share), held + live))
+        for share, operation in inside.get(run.task, ()) if profile.tasks[run.task].computes else ():
+            points.append((run.start + round((run.end - run.start) * share), held + operation.held))
         held += at_end[run.task]
         points.append((run.end, held))
     size = -(-len(points) // MOST_POINTS) or 1  # points of a group
@@ -88,29 +86,29 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
 
 
 def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operation]]]:
-    """Return, by piece, a list of (share, operation) in the order of the operations; `share` is the fraction of the
-    piece's time that has passed when the operation ends."""
+    """Return, by row of the table, a list of (share, operation) in the order of the operations; `share` is the fraction
+    of the row's time that has passed when the operation ends."""
     found = {}
-    for piece, operations in group_by(profile.operations, lambda operation: operation.piece).items():
+    for task, operations in group_by(profile.operations, lambda operation: operation.task).items():
         ends = list(accumulate(operation.ns for operation in operations))
-        found[piece] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
+        found[task] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
     return found
 
 
 def transfers(profile: Profile, runs: Sequence[TaskRun]) -> Iterator[tuple[TaskRun, TaskRun, int]]:
     """Yield (sender's run, receiver's run, bytes) of each value that another ipu of the replica computed."""
     found = {(run.call, run.step, run.replica, run.task, run.micro_batch): run for run in runs}
-    parts = [part for part in profile.instructions if part.phase]
-    senders = {(part.channel, part.peer): part for part in parts if part.kind == "send"}
+    moves = [(row, task, part) for row, task, part in profile.moves() if task.phase]
+    senders = {(part.channel, part.peer): (row, part.bytes) for row, _, part in moves if part.kind == "send"}
     of_task = defaultdict(list)
-    for part in parts:
-        if part.kind == "receive" and (part.channel, part.ipu) in senders:
-            of_task[part.task].append(senders[part.channel, part.ipu])
+    for row, task, part in moves:
+        if part.kind == "receive" and (part.channel, task.ipu) in senders:
+            of_task[row].append(senders[part.channel, task.ipu])
     for run in runs:
-        for sender in of_task[run.task]:
-            source = found.get((run.call, run.step, run.replica, sender.task, run.micro_batch))
+        for sender, size in of_task[run.task]:
+            source = found.get((run.call, run.step, run.replica, sender, run.micro_batch))
             if source is not None:
-                yield source, run, sender.bytes
+                yield source, run, size
 
 
 def peak_bytes_in_transit(profile: Profile, runs: Sequence[TaskRun]) -> dict[int, int]:

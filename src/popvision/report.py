@@ -139,6 +139,10 @@ def page_data(found: Figures) -> dict[str, Any]:
     }
     return {
         "profile": json.loads(found.timed.to_json()),
+        "moves": [
+            {"task": row, "ipu": task.ipu, "phase": task.phase, "stage": task.stage, **part._asdict()}
+            for row, task, part in found.profile.moves()
+        ],
         "devices": {"columns": TaskRun._fields, "rows": runs},
         "groups": found.groups,
         "figures": figures,

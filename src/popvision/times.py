@@ -165,16 +165,16 @@ def update_costs(events: Iterable[Event]) -> dict[int, float]:
 
 
 def with_row_costs(profile: Profile, costs: dict[int, float]) -> Profile:
-    """Return the profile with the `ns` of all operations scaled, so that the operations of a piece add up to
-    the cost of its row. (Operations were measured in one step, but rows in all steps.)"""
+    """Return the profile with the `ns` of all operations scaled, so that the operations of a row add up to its cost.
+    (Operations were measured in one step, but rows in all steps.)"""
     ns, calls, factors = defaultdict(int), defaultdict(int), {}
     for operation in profile.operations:
-        ns[operation.piece] += operation.ns
-        calls[operation.piece] = max(calls[operation.piece], operation.calls)
+        ns[operation.task] += operation.ns
+        calls[operation.task] = max(calls[operation.task], operation.calls)
     for row, task in enumerate(profile.tasks):
-        if task.computes and ns[task.piece]:
-            factors[task.piece] = (costs.get(row, 0.0) * calls[task.piece] / ns[task.piece]) or 1.0
-    scaled = (row._replace(ns=round(row.ns * factors.get(row.piece, 1.0))) for row in profile.operations)
+        if task.computes and ns[row]:
+            factors[row] = (costs.get(row, 0.0) * calls[row] / ns[row]) or 1.0
+    scaled = (one._replace(ns=round(one.ns * factors.get(one.task, 1.0))) for one in profile.operations)
     return replace(profile, operations=tuple(scaled))
 
 

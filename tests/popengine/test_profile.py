@@ -7,20 +7,18 @@ import sys
 
 import pytest
 
-from popengine.order import Action, After
+from popengine.order import After
 from popengine.profile import (
     TABLES,
     Call,
     Operation,
     Profile,
-    ProfiledInstruction,
-    ProfiledPiece,
-    ProfiledTask,
     ProfileError,
     TaskRun,
     Tensor,
     load,
 )
+from popengine.table import Instruction, Task
 
 PROFILE = Profile(
     "training",
@@ -29,14 +27,25 @@ PROFILE = Profile(
     (0, 1),
     {"accumulation": 2},
     {"mode": "1f1b"},
-    pieces=(ProfiledPiece("F", 0, 0, "model.py:3"), ProfiledPiece("F", 1, 1, "model.py:4")),
     operations=(Operation(0, "mm_1", "mm", "A", "model.py:3", 2, 500, 64, 32, 16),),
-    tasks=(ProfiledTask("forward", 0, "F", 0, 0), ProfiledTask("forward", 1, "F", 1, 1)),
-    actions=(Action("F", 0, 0), Action("F", 1, 1, (After(0), After(1, 1)))),
-    instructions=(
-        ProfiledInstruction(0, "compute", "F", 0, task=0),
-        ProfiledInstruction(0, "send", "F", 0, 1, 64, "F0", task=0),
-        ProfiledInstruction(1, "compute", "F", 1, task=1),
+    tasks=(
+        Task(
+            *("forward", 0, 0, "F"),
+            piece=0,
+            instructions=(
+                Instruction("compute", ("x",), piece=0),
+                Instruction("send", channel="F0", peer=1, bytes=64),
+            ),
+        ),
+        Task(
+            "forward",
+            1,
+            1,
+            "F",
+            after=(After(0), After(1, 1)),
+            piece=1,
+            instructions=(Instruction("compute"),),
+        ),
     ),
     runs=(
         TaskRun(0, 0, 0, 0, 0, 1, 1000, 1010, 9),
@@ -68,7 +77,7 @@ def test_events_are_runs_joined_with_the_rows_of_the_table():
 
 def test_the_file_says_its_format_version_and_columns():
     data = json.loads(PROFILE.to_json())
-    assert (data["format"], data["version"]) == ("pando-profile", 2)
+    assert (data["format"], data["version"]) == ("pando-profile", 3)
     assert data["calls"] == {"columns": ["call", "start", "end", "steps"], "rows": [[0, 900, 1100, 1]]}
 
 
@@ -91,15 +100,27 @@ def test_an_older_profile_without_a_table_or_field_has_its_default(name, tmp_pat
     assert load(tmp_path / "profile.pop") == dataclasses.replace(PROFILE, **{name: getattr(bare, name)})
 
 
+def defaults_of(row_type):
+    """The defaults of a table's columns; a row of the plan's table is a dataclass."""
+    if row_type is not Task:
+        return row_type._field_defaults
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(Task)
+        if field.default is not dataclasses.MISSING
+    }
+
+
 def test_an_older_profile_without_a_column_has_its_default(tmp_path):
     for table, row_type in TABLES.items():
-        for column, default in row_type._field_defaults.items() if table != "actions" else ():
+        for column, default in defaults_of(row_type).items():
             data = json.loads(PROFILE.to_json())
             at = data[table]["columns"].index(column)
             for row in [data[table]["columns"], *data[table]["rows"]]:
                 del row[at]
             (tmp_path / "profile.pop").write_text(json.dumps(data))
-            rows = tuple(row._replace(**{column: default}) for row in getattr(PROFILE, table))
+            change = dataclasses.replace if row_type is Task else row_type._replace
+            rows = tuple(change(row, **{column: default}) for row in getattr(PROFILE, table))
             assert load(tmp_path / "profile.pop") == dataclasses.replace(PROFILE, **{table: rows})
 
 
@@ -110,13 +131,13 @@ def test_an_older_profile_without_a_column_has_its_default(tmp_path):
         (lambda text: "", "is not a profile"),
         (lambda text: "[1]", "is not a profile: it does not say it is a 'pando-profile'"),
         (
-            lambda text: text.replace('"version":2', '"version":3'),
-            "has version 3, and this program reads up to 2",
+            lambda text: text.replace('"version":3', '"version":4'),
+            "has version 4, and this program reads up to 3",
         ),
-        (lambda text: text.replace('"version":2', '"version":"2"'), "has version 2"),
+        (lambda text: text.replace('"version":3', '"version":"3"'), "has version 3"),
         (
-            lambda text: text.replace('"version":2', '"version":1'),
-            "has version 1, which recorded other things",
+            lambda text: text.replace('"version":3', '"version":2'),
+            "has version 2, which recorded other things",
         ),
         (lambda text: text.replace("[0,0,1,0,0,1,1011,1016,4]", "null"), "is damaged: TypeError"),
     ],

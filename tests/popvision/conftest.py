@@ -5,6 +5,7 @@ import pytest
 import test_runs
 
 from popengine.profile import load
+from popengine.table import Instruction
 from popvision.analysis import Figures
 
 
@@ -36,8 +37,6 @@ def raw(folder):
         "calls",
         "runs",
         "tasks",
-        "instructions",
-        "pieces",
         "operations",
         "memory",
         "passes",
@@ -47,5 +46,15 @@ def raw(folder):
     found = {**data, **{name: table(name) for name in tables}}
     # An operation's share was measured, and what it is a share of is the cost of its row in the table.
     figures = Figures(load(folder / "training" / "profile.pop"))
+
+    def parts(task):
+        return [dict(zip(Instruction._fields, part, strict=True)) for part in task["instructions"]]
+
     simulated = [run._asdict() for run in figures.devices.runs]
-    return {**found, "operations": [row._asdict() for row in figures.timed.operations], "devices": simulated}
+    moves = [{**row, "task": i, **part} for i, row in enumerate(found["tasks"]) for part in parts(row)]
+    return {
+        **found,
+        "moves": moves,
+        "operations": [row._asdict() for row in figures.timed.operations],
+        "devices": simulated,
+    }

@@ -3,7 +3,7 @@ nothing else takes time."""
 
 from collections.abc import Callable
 
-from popengine.order import ORDERS, Action, After, StepActions, timeline
+from popengine.order import ORDERS, Action, After, timeline
 from popengine.profile import (
     Call,
     KeptBytes,
@@ -12,13 +12,11 @@ from popengine.profile import (
     Pass,
     Profile,
     ProfiledBlock,
-    ProfiledInstruction,
-    ProfiledPiece,
-    ProfiledTask,
     TaskRun,
     Tensor,
     Tick,
 )
+from popengine.table import Instruction, Task
 
 MS = 1_000_000
 
@@ -51,7 +49,6 @@ def simulated(
             begin, end = (step * (length + gap) + int(moments[i]) for moments in (found.starts, found.ends))
             runs.append(TaskRun(step, step, *shared[i], 0, found.devices[i], begin, end))
     calls = [Call(step, step * (length + gap), step * (length + gap) + length, 1) for step in range(steps)]
-    pieces = [ProfiledPiece(phase, stage, stage, "model.py:1") for phase, stage in phases]
     words = {"F": "forward", "B": "backward"}
     operations = [
         Operation(
@@ -61,13 +58,13 @@ def simulated(
             name,
             f"model.py:{j}",
             micro_batches,
-            micro_batches * cost(p.phase, p.stage) // len(names),
+            micro_batches * cost(phase, stage) // len(names),
             1000,
             4096,
             512,
         )
-        for i, p in enumerate(pieces)
-        for names in [blocks[p.stage].split(", ")]
+        for i, (phase, stage) in enumerate(phases)
+        for names in [blocks[stage].split(", ")]
         for j, name in enumerate(names)
     ]
     return Profile(
@@ -81,7 +78,6 @@ def simulated(
             "schedule_length": max(when.values()) + 1,
             "schedule_actions": len(when),
             "schedule_micro_batches": micro_batches,
-            "in_flight": ORDERS[order].in_flight(StepActions(tuple(actions), micro_batches)),
             "calls": steps,
             "failed_calls": 0,
             "steps": steps,
@@ -101,11 +97,19 @@ def simulated(
             for s, names in enumerate(blocks)
             for name in names.split(", ")
         ),
-        tuple(pieces),
         tuple(operations),
-        tuple(ProfiledTask(words[p], s, p, s, row) for row, (p, s) in enumerate(phases)),
-        tuple(actions),
-        tuple(ProfiledInstruction(s, "compute", p, s, task=row) for row, (p, s) in enumerate(phases)),
+        tuple(
+            Task(
+                words[phase],
+                ipu,
+                stage,
+                phase,
+                after=after,
+                piece=row,
+                instructions=(Instruction("compute"),),
+            )
+            for row, (phase, stage, ipu, after) in enumerate(actions)
+        ),
         tuple(runs),
         tuple(calls),
         (),

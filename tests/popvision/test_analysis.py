@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from simulated import MS, simulated
 
-from popengine.order import Action, After
-from popengine.profile import HostEvent, Profile, ProfiledTask, TaskRun
+from popengine.order import After
+from popengine.profile import HostEvent, Profile, TaskRun
+from popengine.table import Task
 from popvision import memory
 from popvision.analysis import Figures, compare_figures
 from popvision.chrome import chrome_trace
@@ -231,15 +232,14 @@ def test_a_third_phase_is_a_phase_like_the_others(tmp_path):
     """Weight gradients (W) are a phase of their own where a schedule cuts backwards."""
     profile = simulated(2, 4)
     of_weights = len(profile.tasks)
-    tasks = (*profile.tasks, ProfiledTask("backward", 1, "W", 1, 2))
-    actions = (*profile.actions, Action("W", 1, 1, (After(2),)))
+    tasks = (*profile.tasks, Task("backward", 1, 1, "W", after=(After(2),), piece=4))
     runs = [
         TaskRun(step, step, of_weights, m, 0, 0, (40 * step + 20 + m) * MS, (40 * step + 21 + m) * MS)
         for step in range(3)
         for m in range(4)
     ]
     facts = {**profile.facts, "step_tasks": 20}
-    found = Figures(replace(profile, tasks=tasks, actions=actions, runs=(*profile.runs, *runs), facts=facts))
+    found = Figures(replace(profile, tasks=tasks, runs=(*profile.runs, *runs), facts=facts))
     assert found.stages[1].phases == {"F": MS, "B": MS, "W": MS}
     assert found.stages[0].phases == {"F": MS, "B": MS}
     assert "weight gradients" in summary(found.profile)

@@ -33,8 +33,7 @@ def part(index, host, monotonic, time):
     runs = [run._replace(start=run.start - 700 * MS * index, end=run.end - 700 * MS * index) for run in runs]
     kept = [row for row in WHOLE.memory if row.ipu == index]
     rows = [
-        row if WHOLE.pieces[row.piece].ipu == index else row._replace(calls=0, ns=0)
-        for row in WHOLE.operations
+        row if WHOLE.tasks[row.task].ipu == index else row._replace(calls=0, ns=0) for row in WHOLE.operations
     ]
     return replace(WHOLE, runs=tuple(runs), facts=facts, memory=tuple(kept), operations=tuple(rows))
 

@@ -155,7 +155,7 @@ def test_hovering_names_the_block_the_line_and_the_time(chromium, report):
     assert text.splitlines()[:4] == [
         "Backward of stage 0, micro-batch 0",
         "blocks A, B",
-        "model.py:1",
+        "model.py:0",
         "3 ms on ipu 0, replica 0",
     ]
 
@@ -288,8 +288,8 @@ def test_names_in_a_profile_can_not_inject_script(chromium, tmp_path):
     [
         (lambda text: text[: len(text) // 2], "is damaged or cut short"),
         (
-            lambda text: text.replace('"version":2', '"version":9'),
-            "has version 9, and this program reads up to 2",
+            lambda text: text.replace('"version":3', '"version":9'),
+            "has version 9, and this program reads up to 3",
         ),
         (lambda text: "junk", "is not a profile"),
         (lambda text: text.replace('"schedule_length":', '"schedule_length":"x",  "y":'), "is damaged"),

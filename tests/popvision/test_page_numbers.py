@@ -75,7 +75,7 @@ def test_operations_are_summed_over_what_was_timed(chromium, folder, raw, by):
     heading, name = GROUPS[by]
     sums = defaultdict(float)
     for row in raw["operations"]:
-        sums[name(row), raw["pieces"][row["piece"]]["phase"]] += row["ns"]
+        sums[name(row), raw["tasks"][row["task"]]["phase"]] += row["ns"]
     names = [
         cell.split()[-1] for cell in cells(chromium, heading, f"by-{by}")
     ]  # "transpose t": words come first
@@ -88,7 +88,9 @@ def test_operations_are_summed_over_what_was_timed(chromium, folder, raw, by):
 
 def test_what_a_search_finds_is_summed(chromium, folder, raw):
     chromium.open(folder / "report.html", "operations?search=layers.1+forward")
-    found = [row["ns"] for row in raw["operations"] if (row["module"], row["piece"]) == ("layers.1", 1)]
+    forward = [i for i, row in enumerate(raw["tasks"]) if row["phase"] == "F"]
+    operations = [row for row in raw["operations"] if row["module"] == "layers.1"]
+    found = [row["ns"] for row in operations if row["task"] in forward]
     (said,) = chromium.value("[...document.querySelectorAll('.tools [aria-live]')].map(e => e.innerText)")
     count, _, time = said.partition(": ")
     whole = sum(row["ns"] for row in raw["operations"])

@@ -73,7 +73,7 @@ def test_the_model_tab_lists_what_is_moved(chromium, folder, raw):
     rows = chromium.value(
         "[...document.querySelectorAll('details tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
     )
-    moved = [row for row in raw["instructions"] if row["kind"] in ("load", "send", "store")]
+    moved = [row for row in raw["moves"] if row["kind"] in ("load", "send", "store")]
     assert [number(row[3]) for row in rows] == [pytest.approx(row["bytes"], rel=0.01) for row in moved]
     assert ["host", "ipu 0", "each micro-batch, before F0"] in [row[:3] for row in rows]
     assert ["ipu 0", "ipu 1", "each micro-batch, after F0"] in [row[:3] for row in rows]
@@ -159,7 +159,7 @@ def test_the_picture_of_the_model_has_its_parameters_and_what_flows(chromium, fo
     assert (
         shown.count("2.35 k parameters") == 3 == [row["parameters"] for row in raw["blocks"]].count(48 * 49)
     )
-    sent = [p for p in raw["instructions"] if (p["kind"], p["phase"]) == ("send", "F")]
+    sent = [p for p in raw["moves"] if (p["kind"], p["phase"]) == ("send", "F")]
     assert [text for text in shown if text.endswith(" B")] == [f"{part['bytes']} B" for part in sent]
     for stage in range(3):  # the same as in the overview
         assert f"{bars[f'{stage} · block{stage}']} a micro-batch" in shown
@@ -184,7 +184,7 @@ def test_a_pinned_event_says_what_it_was_sent_and_how_long_that_took(chromium, f
     for source, target in ((0, 1), (1, 2)):
         size = next(
             row["bytes"]
-            for row in raw["instructions"]
+            for row in raw["moves"]
             if (row["kind"], row["ipu"], row["peer"], row["phase"]) == ("send", source, target, "F")
         )
         (line,) = [line for line in lines if line.startswith(f"from ipu {source} to ipu {target}")]

@@ -137,7 +137,7 @@ def test_counts_bytes_and_options_are_those_of_the_run(tmp_path):
     assert (profile.facts["calls"], profile.facts["steps"]) == (3, 6)
     found = Figures(profile)
     assert found.samples_per_call == 2 * 5 * ROWS
-    loaded = [part.bytes for part in found.profile.instructions if part.kind == "load"]
+    loaded = [part.bytes for _, _, part in found.profile.moves() if part.kind == "load"]
     assert loaded == [ROWS * WIDTH * 4]  # of a micro-batch; `Model and options` lists transfers
     assert [entry.name for entry in profile.passes] == ["capture", "partition", "tasks", "load"]
     linear = WIDTH * WIDTH + WIDTH
@@ -177,7 +177,7 @@ def test_operations_that_backward_computes_again_count_and_a_tied_weight_counts_
         return load(tmp_path / "training" / "profile.pop")
 
     def flops(profile, phase):
-        return sum(row.flops for row in profile.operations if profile.pieces[row.piece].phase == phase)
+        return sum(row.flops for row in profile.operations if profile.tasks[row.task].phase == phase)
 
     plain, again = compiled(False), compiled(True)
     assert flops(plain, "F") == flops(again, "F")

@@ -9,27 +9,18 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..ir import Graph, Line, Partition, Plan, Visit
-from ..order import Action, StepActions, order_named, step_duration, timeline
-from ..profile import (
-    Operation,
-    Profile,
-    ProfiledBlock,
-    ProfiledInstruction,
-    ProfiledPiece,
-    ProfiledTask,
-    Tensor,
-    Tick,
-)
-from ..schedules import actions
+from ..ir import Graph, Instruction, Line, Partition, Plan, Task, Visit
+from ..order import Action, order_named, step_duration, timeline
+from ..profile import Operation, Profile, ProfiledBlock, Tensor, Tick
 from ..settings import Place, Settings
+from ..table import actions
 from ..torch_private import storage_id
 from .partition import AGAIN
 
@@ -74,8 +65,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
 def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph."""
     partition = plan.partition
-    operations, pieces = _operations_and_pieces(plan, graph)
-    found, _ = actions(plan)
+    found, _ = actions(plan.tasks)
     schedule, ticks = _schedule_ticks(found, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
     return Profile(
@@ -90,7 +80,6 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
             "schedule_length": ticks,
             "schedule_actions": len(found) * plan.micro_batches,
             "schedule_micro_batches": plan.micro_batches,
-            "in_flight": order_named(plan.order).in_flight(StepActions(tuple(found), plan.micro_batches)),
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
             "device": settings.device,
@@ -100,29 +89,26 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
             ],
         },
         blocks=tuple(_profiled_blocks(plan, graph)),
-        pieces=tuple(pieces),
-        operations=tuple(operations),
-        tasks=tuple(
-            ProfiledTask(task.kind, task.ipu, task.phase, task.stage, task.piece) for task in plan.tasks
-        ),
-        actions=tuple(found),
-        instructions=tuple(chain(*profiled_instructions(plan, graph))),
+        operations=tuple(_operations(plan, graph)),
+        tasks=sized_tasks(plan, graph),
         schedule=tuple(schedule),
     )
 
 
-def profiled_instructions(plan: Plan, graph: Graph) -> list[list[ProfiledInstruction]]:
-    """Return the instructions of each row of a plan, as a profile describes them."""
+def sized_tasks(plan: Plan, graph: Graph) -> tuple[Task, ...]:
+    """Return the rows of a plan with the bytes of each instruction, in place of the names of its values."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
-    found = []
-    for row, task in enumerate(plan.tasks):
-        found.append(own := list[ProfiledInstruction]())
-        for kind, names, keys, channel, peer, _ in task.instructions:
-            if kind == "update":
-                names = [slot.name for slot in slots if slot.key in keys]
-            size = 0 if kind == "compute" else sum(sizes.get(name, 0) for name in names)
-            own.append(ProfiledInstruction(task.ipu, kind, task.phase, task.stage, peer, size, channel, row))
-    return found
+
+    def sized(instruction: Instruction) -> Instruction:
+        names = instruction.names
+        if instruction.kind == "update":
+            names = [slot.name for slot in slots if slot.key in instruction.keys]
+        size = 0 if instruction.kind == "compute" else sum(sizes.get(name, 0) for name in names)
+        return instruction._replace(names=(), keys=(), bytes=size)
+
+    return tuple(
+        replace(task, instructions=tuple(map(sized, task.instructions)), frees=()) for task in plan.tasks
+    )
 
 
 def _sizes_of_values(plan: Plan, graph: Graph) -> dict[str, int]:
@@ -133,32 +119,32 @@ def _sizes_of_values(plan: Plan, graph: Graph) -> dict[str, int]:
     return slots | sizes | {name + AGAIN: size for name, size in sizes.items()}
 
 
-def _operations_and_pieces(plan: Plan, graph: Graph) -> tuple[list[Operation], list[ProfiledPiece]]:
-    """Return all operations, in the order of the pieces and their lines, and all pieces."""
-    operations, pieces, partition = [], [], plan.partition
+def _operations(plan: Plan, graph: Graph) -> Iterator[Operation]:
+    """Yield the operations of each row that runs a piece, in their order."""
+    partition = plan.partition
     memories = _memory_of_values(graph)
     nodes = {node.name: node for node in graph.code.nodes}
     sizes = _sizes_of_values(plan, graph)
-    instructions = (x for task in plan.tasks for x in task.instructions if x.kind == "compute")
-    ends = {x.piece: x.names for x in instructions}  # by piece, its inputs that are freed in it
-    for index, piece in enumerate(partition.pieces):
-        freed, stage = ends.get(index, ()), piece.stage
-        own = {*freed, *(line.name for line in piece.lines)}
+    for row, task in enumerate(plan.tasks):
+        if not task.runs_piece:
+            continue
+        piece = partition.pieces[task.piece]
+        # Inputs that are freed in the piece.
+        freed = next((x.names for x in task.instructions if x.kind == "compute"), ())
+        made_or_freed = {*freed, *(line.name for line in piece.lines)}
         read = {name for line in piece.lines for name in line.operands()}
         # Of the values that the piece frees or makes: at its begin, then with the result of each line, and after it.
         changes: list[tuple[Iterable[str], int]] = [(freed, 1), (set(freed) - read - set(piece.writes), -1)]
         for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
-            changes += [([line.name], 1), (own.intersection(dying), -1)]
-        enters, _, *live = _live_bytes(memories, changes)
-        first = piece.lines[0].where if piece.lines else "?"
-        pieces.append(ProfiledPiece(piece.phase, stage, partition.ipus[stage], first, enters))
+            changes += [([line.name], 1), (made_or_freed.intersection(dying), -1)]
+        before, _, *live = _live_bytes(memories, changes)
         for line, held in zip(piece.lines, live[::2], strict=True):
             kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
-            found = Operation(index, line.name, kind, partition.names[stage], line.where, live=held)
+            block = partition.names[task.stage]
+            operation = Operation(row, line.name, kind, block, line.where, held=held - before)
             if node := nodes.get(line.name.removesuffix(AGAIN)):
-                found = _with_costs_of_node(found, node, line, sizes, partition.signature.visits)
-            operations.append(found)
-    return operations, pieces
+                operation = _with_costs_of_node(operation, node, line, sizes, partition.signature.visits)
+            yield operation
 
 
 def _with_costs_of_node(
@@ -242,7 +228,7 @@ def held_tensors(plan: Plan, graph: Graph) -> list[Tensor]:
     # By ipu and memory: index in `found`, and the live values.
     held: dict[tuple[int, Any], tuple[int, set[str]]] = {}
     for row, task in enumerate(plan.tasks):
-        for kind, names, _, _, _, piece in task.instructions:
+        for kind, names, _, _, _, piece, _ in task.instructions:
             for name in names if kind in ("compute", "free") else ():
                 place = task.ipu, memories.get(name, (None, 0))[0]
                 number, alive = held.get(place, (0, set()))

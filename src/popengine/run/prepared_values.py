@@ -16,7 +16,7 @@ class PreparedValues:
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
         makers, pieces, place = plan.partition.prepared, plan.partition.pieces, state.settings.place
         self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]  # by piece
-        here = (t.piece for i, t in enumerate(plan.tasks) if t.computes and not plan.is_elsewhere(i, place))
+        here = (t.piece for i, t in enumerate(plan.tasks) if t.runs_piece and not plan.is_elsewhere(i, place))
         self._uses = Counter(name for piece in here for name in self._names[piece])  # per micro-batch
         self._makers = {name: (build(makers[name], device=state.device), makers[name]) for name in self._uses}
         self._micro_batches, self._state, self._replica = plan.micro_batches, state, replica

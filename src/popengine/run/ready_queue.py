@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..order import After, StepActions, order_named, simulate, timeline
-from ..schedules import actions, bounds_of_rows
+from ..schedules import bounds_of_rows
+from ..table import actions
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
@@ -73,7 +74,7 @@ class StepTasks:
             plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
             for row, task in enumerate(plan.tasks)
         ]
-        found, self._rows_of = actions(plan)
+        found, self._rows_of = actions(plan.tasks)
         self._order = order_named(plan.order)
         self._step = StepActions(tuple(found), plan.micro_batches, cores)
         self._action_of = {row: number for number, own in enumerate(self._rows_of) for row in own}

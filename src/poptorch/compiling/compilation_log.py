@@ -18,10 +18,10 @@ with warnings.catch_warnings():  # a notebook without ipywidgets gets tqdm's bar
     warnings.simplefilter("ignore")
     from tqdm.auto import tqdm
 
-from popengine.compile.describe import profiled_instructions
+from popengine.compile.describe import sized_tasks
 from popengine.drawing import schedule_svg
 from popengine.errors import CaptureError, Error, PartitionError
-from popengine.ir import Graph, Plan
+from popengine.ir import Graph, Plan, Task
 from popengine.run.devices import core_count
 from popengine.schedules import SimulatedStep, drawn_schedule, simulate_step
 from popengine.settings import Place, Settings
@@ -122,6 +122,13 @@ def check_hardware_rules(plan: Plan, settings: Settings) -> None:
         )
 
 
+def _frequency_and_time(task: Task) -> tuple[str, str]:
+    """Return the period of a row's transfers, "micro-batch" or "step", and when in it, such as "after F0"."""
+    if task.phase:
+        return "micro-batch", f"after {task.phase}{task.stage}"
+    return "step", "at its start (shared weights)"
+
+
 # ---- the overview ----------------------------------------------------------------------------------------
 
 
@@ -160,9 +167,9 @@ class Overview:
         )
         self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
         self.transfers = [
-            (part.ipu, part.peer, part.bytes, *part.frequency_and_time)
-            for row in profiled_instructions(plan, graph)
-            for part in row
+            (task.ipu, part.peer, part.bytes, *_frequency_and_time(task))
+            for task in sized_tasks(plan, graph)
+            for part in task.instructions
             if part.kind == "send"
         ]
         self._plan, self._settings, self.schedule = plan, settings, schedule_text(plan, settings)

@@ -44,7 +44,7 @@ const units = {
 
 /** The phases that the stages of a profile have. */
 function phasesOf(profile) {
-  const own = new Set(rows(profile.actions).map((action) => action.phase));
+  const own = new Set(rows(profile.tasks).map((task) => task.phase));
   return Object.keys(PHASES).filter((phase) => own.has(phase));
 }
 

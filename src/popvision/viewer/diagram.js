@@ -13,8 +13,8 @@ function diagram(entry) {
   return holder;
 }
 
-function stagesIn(columns, { profile, figures }) {
-  const blocks = rows(profile.blocks), moves = rows(profile.instructions), boxes = placed(columns, profile, blocks), last = boxes[boxes.length - 1];
+function stagesIn(columns, { profile, figures, moves }) {
+  const blocks = rows(profile.blocks), boxes = placed(columns, profile, blocks), last = boxes[boxes.length - 1];
   const width = Math.min(columns, boxes.length) * (BOX.wide + BOX.gap) - BOX.gap + 2, height = last.y + last.tall + last.under + 2;
   const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": profile.stages.map((names, i) => `stage ${i}: ${names} on ipu ${profile.ipus[i]}`).join("; ") });
   boxes.forEach((box, stage) => {

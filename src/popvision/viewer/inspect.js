@@ -44,7 +44,7 @@ function traceView(entry, page) {
 
 function traceLegend({ profile, on, lanes }) {
   const all = profile.facts.schedule_micro_batches, drawn = lanes.reduce((most, lane) => lane.batch.reduce((a, b) => Math.max(a, b + 1), most), 0);
-  const actions = new Set(rows(profile.actions).map((action) => action.phase + action.stage));
+  const actions = new Set(rows(profile.tasks).map((task) => task.phase + task.stage));
   const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
   const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
   const names = legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);

@@ -40,8 +40,8 @@ function actionsOf(runs, tasks, computes, at) {
   return found;
 }
 
-/** Whether each row of the table runs a phase of a stage. */
-const computing = (tasks) => tasks.map((task) => Boolean(task.phase) && !["sum", "gather"].includes(task.kind));
+/** Whether each row of the table runs operations of the model. */
+const computing = (tasks) => tasks.map((task) => ["forward", "backward"].includes(task.kind));
 
 /** Windows of the steps: from the first computation to the end of the last task. */
 function stepsOf({ lanes, computes }) {

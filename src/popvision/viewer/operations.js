@@ -73,13 +73,13 @@ const OPERATIONS = {
 const inWords = (kind) => OPERATIONS[kind.split(".")[0]] || "";
 
 function operationsView(entry, page) {
-  const pieces = rows(entry.profile.pieces), operations = rows(entry.profile.operations);
+  const tasks = rows(entry.profile.tasks), operations = rows(entry.profile.operations);
   if (!operations.some((operation) => operation.calls)) return emptyCard("No operation was timed", "Operations are timed in the first two steps of a run.");
   const word = PHASES;
   const whole = operations.reduce((sum, operation) => sum + operation.ns, 0) || 1;
   const data = operations.filter((operation) => operation.calls).map((operation) => {
-    const piece = pieces[operation.piece];
-    return { ...operation, phase: piece.phase, stage: piece.stage, ipu: piece.ipu, search: `${operation.kind} ${inWords(operation.kind)} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[piece.phase]} stage${piece.stage} ipu${piece.ipu}`.toLowerCase() };
+    const { phase, stage, ipu } = tasks[operation.task];
+    return { ...operation, phase, stage, ipu, search: `${operation.kind} ${inWords(operation.kind)} ${operation.name} ${operation.block} ${moduleName(operation)} ${operation.where} ${word[phase]} stage${stage} ipu${ipu}`.toLowerCase() };
   });
   const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${by === "kind" ? inWords(row[by]) : ""} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
   const several = (number) => (number < 0 ? "several" : String(number));

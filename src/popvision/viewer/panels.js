@@ -105,7 +105,7 @@ function transfer({ kind, ipu, peer, phase, stage, bytes }) {
 }
 
 function modelView(entry) {
-  const { profile } = entry, options = rows(profile.options), moves = rows(profile.instructions).filter((part) => ["load", "send", "store"].includes(part.kind));
+  const { profile } = entry, options = rows(profile.options), moves = entry.moves.filter((part) => ["load", "send", "store"].includes(part.kind));
   const table = options.length
     ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
     : make("p", { class: "hint" }, "All options have their defaults.");

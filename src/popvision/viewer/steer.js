@@ -25,7 +25,9 @@ class Trace extends TracePicture {
     const task = this.tasks[lane.task[i]], batch = lane.batch[i], computes = this.computes[lane.task[i]];
     const lines = [computes ? `${capital(PHASES[task.phase])} of stage ${task.stage}, micro-batch ${batch}` : `${capital(WORDS[task.kind] || task.kind)}${task.stage >= 0 ? ` of stage ${task.stage}` : ""}${batch >= 0 ? `, micro-batch ${batch}` : ""}`];
     if (task.stage >= 0) lines.push(`blocks ${this.profile.stages[task.stage]}`);
-    if (computes && task.piece >= 0) lines.push(this.pieces[task.piece].where);
+    const { columns, rows: operations } = this.profile.operations, [at, where] = ["task", "where"].map((name) => columns.indexOf(name));
+    const first = computes && operations.find((row) => row[at] === lane.task[i]);
+    if (first) lines.push(first[where]);
     const ipu = this.on === "cores" && task.ipu >= 0 ? `, for ipu ${task.ipu}` : "";
     lines.push(`${units.time(lane.end[i] - lane.start[i])} on ${lane.name}${ipu}${lane.replica[i] < 0 ? "" : `, replica ${lane.replica[i]}`}`);
     lines.push(this.on === "cores" ? `step ${lane.step[i]}, call ${lane.call[i]}` : "simulated with the recorded costs");
@@ -134,7 +136,7 @@ class Trace extends TracePicture {
   transfers() {
     if (!this.chosen) return [];
     if (this.known && this.known.of === this.chosen) return this.known.found;
-    const [lane, i] = this.chosen, task = lane.task[i], moves = rows(this.profile.instructions).filter((row) => row.channel && row.phase), found = [];
+    const [lane, i] = this.chosen, task = lane.task[i], moves = this.moves.filter((row) => row.channel && row.phase), found = [];
     const key = (row) => [this.unit(row), lane.batch[i], lane.replica[i], lane.call[i], lane.step[i]].join();
     for (const move of moves.filter((row) => this.unit(row.task) === this.unit(task))) {
       const sends = move.kind === "send";

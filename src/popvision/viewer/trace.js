@@ -15,7 +15,7 @@ class TracePicture {
     }
     this.calls = on === "cores" ? rows(this.profile.calls) : [];
     this.host = on === "cores" ? rows(this.profile.host) : [];
-    this.pieces = rows(this.profile.pieces);
+    this.moves = entry.moves;
     this.tile = null; // of updates, see `hatch`
     const starts = this.lanes.filter((lane) => lane.size).map((lane) => lane.start[0]);
     const ends = this.lanes.filter((lane) => lane.size).map((lane) => lane.end[lane.size - 1]);

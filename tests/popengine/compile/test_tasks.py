@@ -13,8 +13,8 @@ from torch import nn
 
 from popengine.compile import compile_graph
 from popengine.order import ORDERS, After, order_named, timeline
-from popengine.schedules import actions
 from popengine.settings import Counts, Optimizer, Settings
+from popengine.table import actions
 
 
 def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, kind="sgd", instances=1):
@@ -31,7 +31,7 @@ def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, ki
 def programs(plan):
     """(row, micro-batch) of the rows that each ipu runs in a step, in order, if each ipu is a device of its own and
     each action takes one tick. The micro-batch is -1 for a row of the whole step."""
-    found, rows_of = actions(plan)
+    found, rows_of = actions(plan.tasks)
     tasks, times = timeline(found, plan.micro_batches, order_named(plan.order))
     is_first = [task.kind in ("copy", "send", "receive") and not task.phase for task in plan.tasks]
     rows = [(row, -1) for row, task in enumerate(plan.tasks) if is_first[row]]
@@ -249,7 +249,7 @@ def test_weight_gradients_wait_for_the_backward_of_their_stage_alone(order, tick
     """Values that stages share are freed by rows for which nothing else of the micro-batch waits."""
     settings = Settings(True, Counts(1, 8), stages(0, 1, 2, 3, order=order), optimizer=Optimizer("sgd", {}))
     plan = compile_graph(graph_of(Chain()), settings)
-    found, _ = actions(plan)
+    found, _ = actions(plan.tasks)
     backwards = Counter(action.stage for action in found if action.phase != "F")
     costs = [1 if action.phase == "F" else 2 / backwards[action.stage] for action in found]
     assert timeline(found, 8, ORDERS[order], costs=costs)[1].length == ticks

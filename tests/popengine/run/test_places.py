@@ -19,8 +19,8 @@ from popengine.order import ORDERS, order_named, timeline
 from popengine.places import uncovered_edges, unordered_reads
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState, has_same_bits
-from popengine.schedules import actions
 from popengine.settings import Counts, Optimizer, Place, Settings
+from popengine.table import actions
 
 TWO, FOUR = (0, 1, 1, 1), (0, 1, 2, 3)
 PARTS = {  # of `Parts`, by name
@@ -275,16 +275,16 @@ def test_an_engine_refuses_a_table_with_an_edge_that_no_message_covers():
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_schedule_of_separate_devices_is_that_of_one_place(order):
     plan, settings, _ = made(("skip", "tied", "norm"), order=order)
-    found = actions(plan)[0]
+    found = actions(plan.tasks)[0]
     spread = at_places(plan, settings, FOUR)[0]
     want = timeline(found, 8, order_named(order))[1].length
-    assert timeline(actions(spread)[0], 8, order_named(order))[1].length == want
+    assert timeline(actions(spread.tasks)[0], 8, order_named(order))[1].length == want
 
 
 def test_a_fast_first_place_does_not_run_ahead_of_the_last_one():
     """Without messages for the bounds of the order the first stage runs all forwards at once."""
     plan, _ = at_places(*planned(counts=(1, 40, 1))[:2], FOUR)
-    found, rows_of = actions(plan)
+    found, rows_of = actions(plan.tasks)
     forward = next(row for row in rows_of[0] if plan.tasks[row].kind == "forward")
     bounds = [edge for edge in plan.tasks[forward].after if edge.behind]
     assert found[0].phase == "F"

@@ -14,8 +14,8 @@ from popengine.errors import RunError
 from popengine.order import ORDERS, timeline
 from popengine.run import ready_queue
 from popengine.run.recorder import Recorder
-from popengine.schedules import actions
 from popengine.settings import Counts, Settings, StagePlan, Strategy
+from popengine.table import actions
 
 
 @pytest.fixture(params=[1, 3])
@@ -133,7 +133,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
 
 def drawn(plan, cores=0):
     """For each device the actions of a step, as the drawing shows them."""
-    found, _ = actions(plan)
+    found, _ = actions(plan.tasks)
     tasks, times = timeline(found, plan.micro_batches, ORDERS[plan.order], cores)
     rows = {}
     for number in times.order:
@@ -177,6 +177,6 @@ def test_cores_share_a_model_however_many_stages_it_has(strategy):
     # With batch norm too, whose running statistics pass from one micro-batch to the next: they ran one after another.
     settings = Settings(True, Counts(1, 8), strategy, optimizer=engine_of().settings.optimizer)
     plan = compile_graph(graph_of(net()), settings)
-    found, _ = actions(plan)
+    found, _ = actions(plan.tasks)
     alone, both = (timeline(found, 8, ORDERS[plan.order], cores)[1].length for cores in (1, 2))
     assert both <= alone / 2 + len(found)  # the second core is a part behind the first
