@@ -22,7 +22,7 @@ endef
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: demo demo-lightning test test-tiny test-fast test-torch test-avx2 test-gpu test-all kube check reference docs fuzz bench bench-all clean
+.PHONY: demo demo-lightning test test-tiny test-fast test-torch test-avx2 test-gpu test-all durations mutants kube check reference docs fuzz bench bench-all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,11 +48,17 @@ $(VENV)/.demo:
 demo-lightning: $(READY)
 	$(BIN)/python examples/fashion_mnist_lightning/simple_lightning_ipu.py --epochs 1
 
+# The items of each function that the budget of tests/budget.py allows.
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
 test-tiny: $(READY)
 	$(BIN)/python -m pytest tests/test_tiny.py
+
+# The table of CPU seconds that the budget reads. `make durations FILES=tests/parity` measures these files only.
+FILES ?= tests
+durations: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m pytest -p measuring --numprocesses 2 --dist loadfile $(FILES)
 
 # Units: no processes that load data or train together, no examples, no documents, no browser.
 FAST := $(filter-out tests/test_wheel.py, $(wildcard tests/test_*.py)) tests/popengine tests/poptorch
@@ -95,6 +101,12 @@ reference: $(READY)
 # The documentation as a site: build/site/index.html. Every link and page is checked.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# Random changes of one place in `src`, and the tests that call the changed function.
+MUTANTS ?= 60
+mutants: $(READY)
+	$(BIN)/python scripts/mutants.py record --numprocesses $(WORKERS)
+	$(BIN)/python scripts/mutants.py run --count $(MUTANTS)
 
 FUZZ_SECONDS ?= 30
 INTERRUPTS ?= 200

@@ -1,9 +1,14 @@
-"""What holds for all tests."""
+"""What holds for all tests: signals, threads, and the budget of `make test` (budget.py)."""
 
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
+
+import pytest
+
+import budget
 
 sys.path.append(str(Path(__file__).with_name("popdist")))  # `processes` and `ports` serve other folders, too
 
@@ -16,3 +21,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Unbuffered, Python writes a line in several parts, and those of several instances mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the items beyond the budget of `make test` as slow."""
+    functions, table = defaultdict(list), budget.load()
+    for item in items:
+        functions[budget.function_of(item.nodeid)].append(item)
+    for function, its in functions.items():
+        first = its[0]
+        always = first.get_closest_marker("kind") is not None
+        nodes = [item.nodeid for item in its]
+        chosen = budget.chosen(function, nodes, first.fixturenames, always, table)
+        for item in its:
+            if item.nodeid not in chosen:
+                item.add_marker(pytest.mark.slow)

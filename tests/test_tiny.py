@@ -252,6 +252,7 @@ def test_a_loop_of_calls_learns():
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.kind("two processes are one")
 def test_two_processes_train_as_one(instances):
     executor, model = trainer(options().replicationFactor(2))
     executor(*batch(rows=2 * MICRO_BATCHES * ROWS))

@@ -68,6 +68,7 @@ def environment(tmp_path_factory):
     return folder
 
 
+@pytest.mark.kind("the wheel")
 def test_the_program_of_the_readme_runs_from_the_wheel(environment):
     text = "import poptorch, program; print(poptorch.__file__); print(program.loss.shape)"
     shown = run("env/bin/python", "-E", "-c", text, cwd=environment).splitlines()[-2:]  # without PYTHONPATH

@@ -34,7 +34,6 @@ def test_the_benchmark_of_gpus_says_that_there_is_none():
     assert re.search("finds no GPU: nothing is measured", done.stdout)
 
 
-@pytest.mark.slow
 def test_the_ways_to_train_of_the_benchmark_of_gpus_run_on_the_cpu():
     program = [sys.executable, BENCHMARKS / "gpu" / "main.py", "--tiny"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=True)
@@ -43,13 +42,11 @@ def test_the_ways_to_train_of_the_benchmark_of_gpus_run_on_the_cpu():
     assert "a CPU has no CUDA graphs" in done.stdout
 
 
-@pytest.mark.slow
 def test_a_plan_for_64_ipus_and_1024_micro_batches_is_built():
     output = run("start", "--only", "passes", "--repeats", "1")
     assert re.search(r"^\| 64 +\| +1024 \| +131,072 \|", output, re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_against_all_reduce():
     flags = ("--accumulation", "1", "--processes", "2", "--megabytes", "1", "--rounds", "1")
     output = run("instances", "--cases", "bert", *flags)
@@ -57,13 +54,11 @@ def test_two_processes_are_measured_against_ddp_and_their_sum_of_gradients_again
     assert re.search(r"the sum of 1 MB in 2 processes: [\d.]+ ms, all_reduce [\d.]+ ms", output)
 
 
-@pytest.mark.slow
 def test_the_memory_of_four_processes_is_measured_against_one():
     output = run("parts", "--rounds", "0", "--layers", "4")
     assert re.search(r"^\| 4, made on meta +\| .* 0\.25 \|$", output, re.MULTILINE)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightnings_trainers_make_the_same_updates():
     output = run("lightning", "--rounds", "1", "--calls", "1", "--only", "ipu2", "loop2")

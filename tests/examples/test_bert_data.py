@@ -95,7 +95,6 @@ def test_the_bound_is_that_of_trying_all_sentences(bert):
     assert language.bound(rows) == pytest.approx(total / 60)
 
 
-@pytest.mark.slow
 def test_a_model_of_the_language_uses_what_it_sees(bert):
     """Who looks at no other word can't be below the unigram entropy, 2.33, and nobody below 0.55: it ends near that."""
     language = ["--vocab-size", "21", "--sequence-length", "16", "--mask-tokens", "3"]

@@ -49,6 +49,7 @@ def test_a_program_differs_from_the_base_in_its_marked_lines_only(name):
     assert "# New" in text
 
 
+@pytest.mark.kind("an example: by feature")
 @pytest.mark.parametrize("name", ["base", *FEATURES])
 def test_a_program_learns(run, name):
     found = losses(run(name, "--epochs", "3"))

@@ -41,6 +41,7 @@ def accuracy(output: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.kind("an example: Lightning")
 def test_the_simple_program_learns_as_on_the_cpu(data_dir):
     flags = ["--data-dir", data_dir, "--epochs", "1"]
     program = ("fashion_mnist_lightning", "simple_lightning_ipu")
@@ -49,7 +50,6 @@ def test_the_simple_program_learns_as_on_the_cpu(data_dir):
     assert learned == accuracy(printed(*program, *flags, "--accelerator", "cpu"))
 
 
-@pytest.mark.slow
 def test_a_program_with_options_and_loaders_of_its_own_runs(data_dir):
     output = run("ipu_options_and_dataloading.py", "--data-dir", data_dir, "--device-iterations", "4")
     assert "A call of training took 512 images, and there were 2" in output
@@ -57,14 +57,12 @@ def test_a_program_with_options_and_loaders_of_its_own_runs(data_dir):
     assert accuracy(output) > 0
 
 
-@pytest.mark.slow
 def test_the_pipeline_runs_and_leaves_a_profile(data_dir, tmp_path):
     output = run("pipelined_ipu.py", "--data-dir", data_dir, "--epochs", "20", "--report-dir", tmp_path)
     assert accuracy(output) > 50
     assert any(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_a_loss_written_by_hand_finds_the_sigmoid():
     differences = re.findall(
         r"^pred .*, actual .*, difference ([\d.]+)$", run("custom_losses.py"), re.MULTILINE

@@ -34,7 +34,6 @@ def test_there_are_four_labs():
     assert [path.stem for path in LABS] == ["bubble", "same_gradients", "scaling", "schedules"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
 def test_a_lab_runs_and_prints_what_its_page_shows(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)

@@ -134,6 +134,7 @@ def test_the_twin_learns(twin):
     assert accuracy(twin) > 60
 
 
+@pytest.mark.kind("an example: digits")
 def test_the_program_reaches_the_accuracy_of_its_twin(data_dir, twin):
     flags = ["--epochs", "5", "--device-iterations", "2", "--inference-iterations", "5"]
     output = printed("mnist_pipeline", "train_poptorch", *SMALL, *flags, "--data-dir", data_dir)
@@ -142,7 +143,6 @@ def test_the_program_reaches_the_accuracy_of_its_twin(data_dir, twin):
     assert accuracy(output) == pytest.approx(accuracy(twin), abs=1.2)  # one of the 90 digits may differ
 
 
-@pytest.mark.slow
 def test_the_program_runs_sharded_with_its_other_flags(data_dir, tmp_path):
     flags = ["--epochs", "1", "--device-iterations", "2", "--inference-iterations", "5"]
     flags += ["--strategy", "sharded", "--offload-optimiser", "--debug"]
@@ -167,7 +167,6 @@ def harness(monkeypatch):
     return importlib.import_module("harness")
 
 
-@pytest.mark.slow
 def test_contenders_work_in_turns_and_their_losses_agree():
     output = run(BENCHMARK / "main.py", "--rounds", "1", "--updates", "1", "--only", "gloo2")
     assert re.search(r"^\| plain PyTorch, 1 thread .* 1\.00× \|", output, re.MULTILINE)

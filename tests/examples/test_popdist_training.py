@@ -33,7 +33,6 @@ def data_dir(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
     """The command of the tutorial's own test."""
     words = ("--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2)
@@ -48,6 +47,7 @@ def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
     assert len(re.findall(r"Validation accuracy: [01]\.\d{4}$", said, re.MULTILINE)) == 1
 
 
+@pytest.mark.kind("an example: popdist")
 def test_it_runs_without_poprun(data_dir, tmp_path, caplog):
     caplog.set_level("INFO")
     flags = (*SMALL, "--num-replicas=2", "--data-dir", data_dir, "--output-dir", tmp_path)

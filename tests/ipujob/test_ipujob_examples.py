@@ -52,7 +52,6 @@ def test_a_pipeline_over_four_ipus_trains_here():
     assert len(losses) == 10 and losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 def test_two_workers_give_the_bits_of_one_process(alone):
     text = run("-m", "ipujob", "run", FOLDER / "two_workers.yaml", "--local", *HERE)
     assert "[two-workers-worker-0] epoch 3: loss" in text
@@ -117,7 +116,6 @@ def hosts(tmp_path):
             holder.wait()
 
 
-@pytest.mark.slow
 def test_two_hosts_find_each_other_by_the_names_of_their_service(hosts, alone, capsys):
     """Two network namespaces run what the pods of the file say, with nothing changed but the folder of the examples."""
     assert main(["render", str(FOLDER / "two_workers.yaml"), "--as", "pod"]) == 0
@@ -183,7 +181,6 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
 def test_the_tutorials_command_trains_bert(tmp_path):
     """Its file and text as they stand, over four ipus; only sizes are added to the end of the last line."""
     pytest.importorskip("transformers")

@@ -97,10 +97,7 @@ class Stale:
         return getattr(self.cluster, name)
 
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(5)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(5))
 def test_two_operators_at_once_one_of_them_late_do_as_one(seed):
     draw = random.Random(seed)
     cluster = Pretend(script)
@@ -115,7 +112,7 @@ def test_two_operators_at_once_one_of_them_late_do_as_one(seed):
     assert_nothing_began_twice(cluster)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(5))
 def test_an_api_server_that_fails_for_a_while_loses_nothing(seed):
     draw = random.Random(seed)
     cluster = Pretend(script)

@@ -90,6 +90,7 @@ def test_a_program_finds_horovods_names_where_horovod_is_absent(run):
     assert code == 0 and out.rstrip().endswith("aliases/horovod/__init__.py")
 
 
+@pytest.mark.kind("a local IPUJob")
 def test_several_workers_are_told_of_each_other(run):
     env = [
         {"name": "ME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

@@ -10,7 +10,6 @@ from lightning_models import Classifier, differing, loader, made, trainer, weigh
 from torch.nn import functional
 
 import poptorch
-from selections import by_turns
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -36,7 +35,8 @@ def same(**more):
     return module
 
 
-@pytest.mark.parametrize(("name", "accumulation"), by_turns(OPTIMIZERS, [1, 4]))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_of_each_optimizer_plain_and_accumulated(name, accumulation):
     start = weights(made())
     module = same(optimizer=OPTIMIZERS[name], accumulate_grad_batches=accumulation)
@@ -130,9 +130,8 @@ class Freezing(Callback):
             pl_module.last.bias.requires_grad_(not pl_module.last.bias.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "trained"), by_turns(OPTIMIZERS, [(True, False, True), (False, True, False)])
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("trained", [(True, False, True), (False, True, False)])
 def test_parameters_that_are_frozen_or_trained_again_during_the_fit(name, trained):
     found = {}
     for accelerator in ("ipu", "cpu"):
@@ -171,7 +170,6 @@ class Dropping(Classifier):
     "optimizer",
     [OPTIMIZERS["adam"], lambda p: poptorch.optim.AdamW(p, lr=0.01)],
 )
-@pytest.mark.slow  # a resumed fit is tested without dropout, too
 def test_a_resumed_fit_with_dropout_is_the_unbroken_one(tmp_path, optimizer):
     dropping = {"make": partial(made, Dropping), "optimizer": optimizer, "accumulate_grad_batches": 2}
     unbroken, _ = fitted("ipu", max_epochs=4, **dropping)

@@ -195,7 +195,6 @@ def test_an_interrupt_that_keeps_no_grad_from_its_end_leaves_gradients_on(monkey
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.slow
 def test_a_compilation_is_interrupted_at_its_end_and_leaves_nothing_behind():
     """Raised under the modes of capture, KeyboardInterrupt ended the process ("terminate called") or left a mode on."""
     program = [sys.executable, str(Path(__file__).with_name("interrupted_compilations.py")), "40"]

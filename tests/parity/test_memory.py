@@ -112,7 +112,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is set")
-@pytest.mark.slow
 def test_memory_that_a_micro_batch_frees_is_used_again_unless_the_environment_sets_the_allocator():
     def faults(**more):
         words = [sys.executable, "-c", PAGE_FAULTS]

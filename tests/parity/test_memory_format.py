@@ -109,7 +109,6 @@ assert torch.allclose(*found.values(), rtol=0, atol=1e-5)
 """
 
 
-@pytest.mark.slow
 def test_strided_convolutions_of_one_pixel_and_few_channels_train_on_processors_without_avx512():
     """In channels_last, oneDNN's kernel for their backward writes outside its memory there: Python died of it."""
     avx2 = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

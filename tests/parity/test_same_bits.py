@@ -9,7 +9,6 @@ from parity_runs import LAYOUTS, plain, trained
 
 import poptorch
 from popengine.order import ORDERS
-from selections import by_turns
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -33,15 +32,14 @@ def test_twenty_updates_of_a_model_without_blocks_equal_plain_pytorch(name):
     assert trained(MODELS[name], ADAM).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("layout", "name"), by_turns(LAYOUTS, list(MODELS)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
 def test_twenty_updates_in_every_layout_equal_plain_pytorch(layout, name):
     assert trained(MODELS[name], ADAM, LAYOUTS[layout]()).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(
-    ("schedule", "name"),
-    by_turns([name for name, order in ORDERS.items() if order.overlaps], list(MODELS), first=1),
-)
+@pytest.mark.parametrize("schedule", [name for name, order in ORDERS.items() if order.overlaps])
+@pytest.mark.parametrize("name", MODELS)
 def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     """Two stages on each of two ipus; in the transformer the first and the last share a weight."""
     ipus = (0, 1, 1, 0) if schedule.endswith("-v") else (0, 1, 0, 1)
@@ -50,7 +48,8 @@ def test_twenty_updates_in_every_schedule_equal_plain_pytorch(schedule, name):
     assert trained(MODELS[name], ADAM, strategy).differs_from(expected(MODELS[name], ADAM)) == []
 
 
-@pytest.mark.parametrize(("rule", "name"), by_turns(["sgd with momentum", "adamw"], list(MODELS), first=1))
+@pytest.mark.parametrize("rule", ["sgd with momentum", "adamw"])
+@pytest.mark.parametrize("name", MODELS)
 def test_each_optimizer_of_torch_updates_as_torch_does(rule, name):
     optimizer = SGD if rule == "sgd with momentum" else ADAMW
     layout = LAYOUTS["two stages"]()

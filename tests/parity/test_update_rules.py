@@ -38,18 +38,8 @@ TORCH = {
 }
 
 
-OF_TORCH = ("sgd, decay", "sgd, nesterov", "adam", "adamw", "adam, fused", "rmsprop", "rmsprop, centered")
-
-
-def each_case():
-    """Each case with the class of torch and with that of poptorch, one of which is slow."""
-    for case in TORCH:
-        for library in (optim, torch.optim):
-            marks = [] if (library is torch.optim) == (case in OF_TORCH) else [pytest.mark.slow]
-            yield pytest.param(case, library, marks=marks, id=f"{case}-{library.__name__}")
-
-
-@pytest.mark.parametrize(("case", "library"), [*each_case()])
+@pytest.mark.parametrize("case", TORCH)
+@pytest.mark.parametrize("library", [optim, torch.optim], ids=lambda library: library.__name__)
 def test_an_optimizer_that_torch_has_trains_to_torchs_bits(case, library):
     name, rates = TORCH[case]
     expected = plain(partial(getattr(torch.optim, name), **rates))

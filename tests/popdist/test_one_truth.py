@@ -167,6 +167,7 @@ def new_rate_in_one():
     return message, caught(lambda: executor(*training.batch(2)))
 
 
+@pytest.mark.kind("one process differs")
 def test_a_rate_or_weights_that_change_in_one_instance_are_noticed_before_the_next_call():
     for ended in processes.run(new_rate_in_one, 2):
         rate, loaded = ended.value
@@ -220,6 +221,7 @@ def train(fails, iterations):
     return result
 
 
+@pytest.mark.kind("one process fails")
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_call_that_fails_in_one_instance_fails_in_all_and_leaves_no_trace(iterations):
     """Before, the instance that had failed restored its weights and trained on with others than the rest."""

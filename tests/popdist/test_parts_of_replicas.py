@@ -127,6 +127,7 @@ def assert_equal_to_one_process(ended, parts, **options):
         assert all((one == other).all() for one, other in zip(outputs, ended[0].value[0], strict=True))
 
 
+@pytest.mark.kind("a part of a replica")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_a_replica_in_two_processes_has_the_bits_of_one_process(schedule):
     ended = processes.run(trained, 2, 2, 1, 1, schedule, parts=2)

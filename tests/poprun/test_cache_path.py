@@ -2,8 +2,6 @@
 
 import sys
 
-import pytest
-
 # A vision transformer in small: patches, a class token, attention, dropout; as the original's example is run.
 VISION_TRANSFORMER = """
 import popdist, popdist.poptorch, poptorch, torch
@@ -40,7 +38,6 @@ print("trained")
 """
 
 
-@pytest.mark.slow  # instances that took the first one's file differed from it: their settings were not yet "sharded"
 def test_a_vision_transformer_trains_with_an_empty_folder_and_then_with_what_is_in_it(poprun, tmp_path):
     program, folder = tmp_path / "vit.py", tmp_path / "executables"
     program.write_text(VISION_TRANSFORMER)

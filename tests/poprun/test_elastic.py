@@ -26,7 +26,6 @@ def instance(run, hold):
     return int(line.split()[-1])
 
 
-@pytest.mark.slow  # the random script 201 kills an instance, too
 def test_an_instance_that_was_killed_is_replaced(poprun, tmp_path, undisturbed):
     run = poprun(*command(tmp_path, holds=["5-1"], instances="2:4"))
     run.until("holds 5-1 of 4")
@@ -37,7 +36,7 @@ def test_an_instance_that_was_killed_is_replaced(poprun, tmp_path, undisturbed):
     assert difference(outcome(tmp_path, 4), undisturbed) == ""
 
 
-@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [1, 2])
 def test_nodes_are_lost_and_come_back_and_any_of_them_may_be_the_first(poprun, tmp_path, undisturbed, each):
     """Two nodes with `each` instances; the one that leads is killed, and comes back."""
     words = command(
@@ -69,7 +68,8 @@ def test_nodes_are_lost_and_come_back_and_any_of_them_may_be_the_first(poprun, t
 QUICK = 201  # one of two instances is killed between two epochs
 
 
-@pytest.mark.parametrize("seed", [QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10))])
+@pytest.mark.kind("an elastic script")
+@pytest.mark.parametrize("seed", [QUICK, *range(10)])
 def test_a_random_script_of_kills_stops_and_returns_ends_in_the_undisturbed_state(
     poprun, tmp_path, undisturbed, seed
 ):
@@ -137,7 +137,6 @@ def test_a_host_that_was_reached_by_ssh_is_lost_and_the_other_goes_on(poprun, tm
     assert run.nothing_left()
 
 
-@pytest.mark.slow
 def test_a_node_that_stops_is_lost_and_takes_part_again_when_it_continues(poprun, tmp_path, undisturbed):
     """Two nodes with 2 instances each; the agent of the first gets SIGSTOP, and later SIGCONT."""
     words = command(tmp_path, "--instances-per-node=2", holds=["1-0", "4-0", "7-0"], instances="2:4")
@@ -161,7 +160,6 @@ def test_a_node_that_stops_is_lost_and_takes_part_again_when_it_continues(poprun
     assert first.nothing_left() and second.nothing_left()
 
 
-@pytest.mark.slow
 def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_fails(poprun, tmp_path):
     """All waited for its record for ever, in silence."""
     program = (

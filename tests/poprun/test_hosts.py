@@ -125,7 +125,6 @@ def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts
     assert [run.returncode for run in runs] == [0, 0] and said == ["", ""]
 
 
-@pytest.mark.slow
 def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_default_route(hosts, tmp_path):
     """As Debian writes it to /etc/hosts; elsewhere the name means the address."""
     names = []
@@ -161,7 +160,6 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
-@pytest.mark.slow
 def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_later(poprun, hosts, tmp_path):
     """Before, each made itself the leader, and neither updated anything for two minutes."""
     words = elastic(tmp_path, ONE_EACH)
@@ -192,7 +190,6 @@ def test_of_two_hosts_that_lose_each_other_one_goes_on_and_the_other_joins_it_la
     assert "round 1 of" not in left.said()
 
 
-@pytest.mark.slow
 def test_a_host_that_can_not_reach_the_others_is_left_out_and_disturbs_nobody(poprun, hosts, tmp_path):
     """It made itself the leader, whom the healthy run obeyed: 19 calls in 75 s in place of about 250."""
     words = elastic(tmp_path, ONE_EACH)

@@ -55,6 +55,7 @@ def of_replicas(count):
     return opts
 
 
+@pytest.mark.kind("a checkpoint is resumed")
 def test_one_process_goes_on_from_two_with_all_their_replicas(folder):
     """Needs what the test before has left."""
     training = Training(of_replicas(2), folder)
@@ -92,7 +93,6 @@ def merged(results, kind):
     return {name: value for each in results for name, value in each[kind].items()}
 
 
-@pytest.mark.slow  # the next one kills a process of a single replica
 def test_two_replicas_of_two_processes_of_which_one_was_killed_end_in_the_bits_of_one(poprun, tmp_path):
     words = ("--num-replicas", 2, "--num-instances", 4, "--ipus-per-replica", 2)
     run = poprun(*words, "--max-restarts", 1, sys.executable, PROGRAM, tmp_path, CALLS, "--hold", 3)
@@ -124,13 +124,7 @@ def test_an_elastic_run_goes_on_with_other_divisions_of_a_replica_over_processes
     assert second.nothing_left(20)
 
 
-MODES = [
-    pytest.param(mode, id=mode.name, marks=[] if mode is poptorch.DataLoaderMode.Sync else pytest.mark.slow)
-    for mode in poptorch.DataLoaderMode
-]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", poptorch.DataLoaderMode, ids=lambda mode: mode.name)
 def test_two_instances_go_on_from_four_in_the_middle_of_an_epoch_to_the_bits_of_one(tmp_path, mode):
     words = ["--loader", mode.name]
     assert begun_at(processes.run(main, 4, [tmp_path, 3, "--every", 1, *words])) == 0

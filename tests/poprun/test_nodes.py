@@ -44,7 +44,6 @@ def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
 MEETS = (sys.executable, "-c", "import popdist; popdist.init()")
 
 
-@pytest.mark.slow  # tests/popdist/test_one_truth.py has the message, without poprun
 def test_instances_of_a_node_that_does_not_come_are_named(poprun):
     words = ("--num-replicas=3", "--num-instances=3", *MEETS)
     place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -110,12 +109,7 @@ HOSTS = ("-H", "one,two", "--num-replicas=2", "--num-instances=2")
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("sys.exit(4)", marks=pytest.mark.slow),
-        "os.kill(os.getppid(), signal.SIGKILL)",
-    ],
-    ids=["exits", "kills poprun"],
+    "how", ["sys.exit(4)", "os.kill(os.getppid(), signal.SIGKILL)"], ids=["exits", "kills poprun"]
 )
 def test_a_failure_on_one_host_ends_the_other_and_restarts_both(poprun, tmp_path, ssh, how):
     """Instance 0 does not fail, and does not speak to the other one."""
@@ -139,7 +133,6 @@ def test_a_failure_on_one_host_ends_the_other_and_restarts_both(poprun, tmp_path
     assert run.nothing_left()
 
 
-@pytest.mark.slow
 def test_a_failure_without_a_restart_left_has_the_exit_code_of_its_host(poprun, ssh):
     run = poprun(
         *HOSTS, "--max-restarts=1", *PYTHON, "import os; os._exit(3 + int(os.environ['RANK']))", **ssh()
@@ -148,7 +141,6 @@ def test_a_failure_without_a_restart_left_has_the_exit_code_of_its_host(poprun, 
     assert run.said().count("start again") == 1
 
 
-@pytest.mark.slow
 def test_an_instance_that_has_lost_its_peer_on_another_host_is_not_called_the_first(poprun, ssh):
     """From the host where the cause is, news comes after the end of the other one."""
     program = (

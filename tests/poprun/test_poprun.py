@@ -55,6 +55,7 @@ def test_only_one_instance_may_be_shown_and_a_bar_stays_a_bar(poprun):
     assert (run.out.read_bytes(), run.err.read_bytes()) == (b"1\n", b"\r10%\r20%")
 
 
+@pytest.mark.kind("poprun's exit code")
 def test_the_first_failure_is_named_and_its_last_lines_are_shown_though_it_was_silenced(poprun):
     program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('the reason')\ntime.sleep(1000)"
     run = poprun(*TWO, "--only-output-from-instance=0", *PYTHON, program)
@@ -277,6 +278,7 @@ popdist.synchronize()
 """
 
 
+@pytest.mark.kind("a stopped instance")
 def test_a_stopped_instance_is_named_at_the_limit_and_killed_and_the_run_restarts(poprun, tmp_path):
     options = ("--wait-limit=5", "--max-restarts=1")
     run = poprun(*TWO, *options, sys.executable, "-c", STOPS, tmp_path / "pid")

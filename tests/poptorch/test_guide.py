@@ -79,9 +79,6 @@ def run_as_python(block, page, module):
     return output.getvalue()
 
 
-SLOW = {"elastic", "poprun", "scaling"}  # whole popruns
-
-
 @pytest.fixture
 def same_threads_after():
     threads = torch.get_num_threads()
@@ -89,12 +86,9 @@ def same_threads_after():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.kind("a guide page")
 @pytest.mark.usefixtures("same_threads_after")
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else []) for page in RUN],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
 def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("guide")  # a real one, so that its classes can be pickled

@@ -116,6 +116,7 @@ def test_one_switch_shows_these_cores_or_separate_devices(chromium, report):
     assert chromium.value("popvision.trace.steps.length") == 1
 
 
+@pytest.mark.kind("a report in the browser")
 def test_a_slowed_block_of_a_real_training_is_found_on_the_page(chromium, tmp_path):
     test_runs.train(tmp_path, slow_block=1)
     chromium.open(tmp_path / "report.html")
@@ -254,7 +255,6 @@ ZOOM = """(async () => {
 })()"""
 
 
-@pytest.mark.slow
 def test_of_a_hundred_thousand_events_a_frame_draws_what_a_window_can_show(chromium, tmp_path):
     profile = simulated(64, 66, steps=12, gap=2 * MS, cores=64)
     assert len(profile.runs) == 101_376

@@ -1,11 +1,10 @@
 """Models that others wrote train with plain PyTorch's bits, in every layout; or the guide says in one line why not."""
 
 import importlib.util
-from itertools import product
 
 import pytest
 from zoo_configurations import ZOO
-from zoo_layouts import DOZEN, HALVES, LAYOUTS, TEN, answer, answer_in_half, answer_with_dropout
+from zoo_layouts import HALVES, LAYOUTS, TEN, answer, answer_in_half, answer_with_dropout
 from zoo_table import MORE, read
 
 
@@ -15,21 +14,13 @@ def needed(name):
         pytest.skip(f"{ZOO[name].library} is not installed")
 
 
-OTHERS = [layout for layout in LAYOUTS if layout != "pipelined"]
-# In every run of the tests, half of the dozen models are pipelined, and the others are trained in the other layouts.
-BY_TURNS = {(name, OTHERS[i // 2 % 3] if i % 2 else "pipelined") for i, name in enumerate(DOZEN)}
-CASES = [
-    pytest.param(*case, marks=[] if case in BY_TURNS else pytest.mark.slow) for case in product(ZOO, LAYOUTS)
-]
-
-
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ZOO)
 def test_a_model_of_the_zoo_trains_as_the_guide_says(name, layout):
     needed(name)
     assert answer(name, layout) == read()[name, layout]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", TEN)
 def test_ten_models_train_in_half_precision(name, dtype):
@@ -37,7 +28,6 @@ def test_ten_models_train_in_half_precision(name, dtype):
     assert answer_in_half(name, HALVES[dtype]) == read()[name, dtype] == "equal"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
 def test_ten_models_drop_the_same_elements_in_every_layout_of_stages(name):
     needed(name)

@@ -6,7 +6,7 @@ Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show t
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
@@ -54,27 +54,19 @@ def on_devices(which, make=planned, **options):
 
 
 SPREAD = [name for name in LAYOUTS if name not in ("one ipu", "sharded state")]
-BY_TURNS = [*zip(SPREAD, cycle(PLACES), strict=False)]
 ORDERED = [name for name in ORDERS if name not in ("1f1b", "sharded")]
-ORDERED_BY_TURNS = [*zip(ORDERED, cycle(["four", "two"]), strict=False)]
 
 
-def others_slow(*sets, chosen):
-    """Chosen members of a product, and all others, which are slow."""
-    return [
-        *chosen,
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in product(*sets) if one not in chosen),
-    ]
-
-
-@pytest.mark.parametrize(("name", "which"), others_slow(SPREAD, PLACES, chosen=BY_TURNS))
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("which", PLACES)
 def test_each_layout_has_the_bits_of_one_cpu(name, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(name), count=4):
         engines = on_devices(which, **LAYOUTS[name])
         assert_same(trained(engines, calls=2), trained_on_cpu(**LAYOUTS[name]))
 
 
-@pytest.mark.parametrize(("order", "which"), others_slow(ORDERED, ["two", "four"], chosen=ORDERED_BY_TURNS))
+@pytest.mark.parametrize("order", ORDERED)
+@pytest.mark.parametrize("which", ["two", "four"])
 def test_each_order_has_the_bits_of_one_cpu(order, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(order), count=4):
         engines = on_devices(which, order=order, dropout=0.5)
@@ -120,12 +112,10 @@ def test_each_replica_on_devices_of_its_own_has_the_bits_of_one_cpu(name, which,
         assert_same(trained(engines, calls=2), trained(Engine(*one), calls=2))
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 20), marks=pytest.mark.slow)])
-def test_random_orders_of_the_queues_have_the_same_bits(seeds, monkeypatch):
-    expected = trained_on_cpu(calls=1)
-    for seed in seeds:
-        with late_devices(monkeypatch, seed=seed, count=4):
-            assert_same(trained(on_devices("four"), calls=1), expected)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_orders_of_the_queues_have_the_same_bits(seed, monkeypatch):
+    with late_devices(monkeypatch, seed=seed, count=4):
+        assert_same(trained(on_devices("four"), calls=1), trained_on_cpu(calls=1))
 
 
 @pytest.mark.parametrize("missing", ["event", "memory"])
@@ -284,23 +274,18 @@ def written(engine, train_state, kind, writes):
     return found
 
 
-@pytest.mark.parametrize("seed", [3, 8, 21, pytest.param([5, 13, *range(100, 200)], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [3, 8, 21, 5, 13, *range(100, 200)])
 def test_random_models_layouts_replicas_and_writes_have_the_bits_of_one_cpu(seed, monkeypatch):
-    for number in seed if isinstance(seed, list) else [seed]:
-        options, count, writes = made_at_random(number)
-        names = tuple(f"cuda:{index}" for index in range(count))
-        where = {
-            "places": tuple(Place(0, index) for index in range(count)),
-            "devices": names,
-            "spreads": True,
-        }
-        plan, settings, train_state = made(**options)
-        expected = written(Engine(plan, settings, train_state), train_state, options["kind"], writes)
-        with late_devices(monkeypatch, seed=number, count=count):
-            plan, settings, train_state = made(**options, **where, device="cuda")
-            kind = DeviceEngines if plan.is_spread else Engine
-            found = written(kind(plan, settings, train_state), train_state, options["kind"], writes)
-        assert [key for key in expected if not has_same_bits(expected[key], found[key])] == [], number
+    options, count, writes = made_at_random(seed)
+    names = tuple(f"cuda:{index}" for index in range(count))
+    where = {"places": tuple(Place(0, index) for index in range(count)), "devices": names, "spreads": True}
+    plan, settings, train_state = made(**options)
+    expected = written(Engine(plan, settings, train_state), train_state, options["kind"], writes)
+    with late_devices(monkeypatch, seed=seed, count=count):
+        plan, settings, train_state = made(**options, **where, device="cuda")
+        kind = DeviceEngines if plan.is_spread else Engine
+        found = written(kind(plan, settings, train_state), train_state, options["kind"], writes)
+    assert [key for key in expected if not has_same_bits(expected[key], found[key])] == []
 
 
 @pytest.mark.parametrize("which", ["two", "two ipus and two replicas"])

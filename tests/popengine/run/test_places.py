@@ -212,9 +212,7 @@ def random_case(seed):
     return tuple(parts), options, place
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))]
-)
+@pytest.mark.parametrize("seed", range(20))
 def test_random_models_at_random_places_have_the_bits_of_one_engine(seed):
     parts, options, place = random_case(seed)
     assert differing(lambda: made(parts, **options), place, held=seed % 6, seed=seed) == []

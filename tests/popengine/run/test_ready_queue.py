@@ -34,9 +34,7 @@ def any_order(request, monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "recorder", [None, pytest.param(Recorder, marks=pytest.mark.slow)], ids=["plain", "recorded"]
-)
+@pytest.mark.parametrize("recorder", [None, Recorder], ids=["plain", "recorded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_order_that_the_table_allows_gives_the_same_bits(layout, recorder, any_order):
     options = LAYOUTS[layout]

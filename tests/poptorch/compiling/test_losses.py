@@ -312,13 +312,8 @@ WAYS = [
 ]
 
 
-FAST = ("mse_loss", "cross_entropy", "kl_div", "triplet_margin_loss")
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LOSS_FUNCTIONS]
-)
+@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
 def test_a_loss_function_that_is_called_as_a_metric_is_not_trained(name, way, caplog):
     def outcome(y, t):
         return way(y, t, lambda output=y: metric_of(name, output, t))

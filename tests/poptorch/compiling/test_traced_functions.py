@@ -121,16 +121,9 @@ def test_a_parameter_of_a_wrapped_model_prints_as_one():
     del executor
 
 
-def each_packed_sequence():
-    """All combinations of a layer with lengths and an order of dimensions; each second one is slow."""
-    for i, layer in enumerate((nn.LSTM, nn.GRU, nn.RNN)):
-        for j, lengths in enumerate(([5, 3, 3], [2, 5, 1])):
-            for batch_first in (True, False):
-                marks = [] if (i + j + batch_first) % 2 else [pytest.mark.slow]
-                yield pytest.param(lengths, layer, batch_first, marks=marks)
-
-
-@pytest.mark.parametrize(("lengths", "layer", "batch_first"), [*each_packed_sequence()])
+@pytest.mark.parametrize("lengths", [[5, 3, 3], [2, 5, 1]])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
 def test_packed_sequences_with_constant_lengths_train(lengths, layer, batch_first):
     class Packs(nn.Module):
         def __init__(self):

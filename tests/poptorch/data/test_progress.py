@@ -85,17 +85,11 @@ def trained(loader, stop: int | None = None):
     return seen, state
 
 
-def each_loader_and_stop():
-    """All pairs. Not slow: each loader with an epoch's last batch in hand, and at one of the other stops by turns."""
-    others = ("before", "after one", "before the last", "in the second epoch")
-    for number, name in enumerate(LOADERS):
-        for stop in ("at the last", *others):
-            marks = [] if stop in ("at the last", others[number % 4]) else [pytest.mark.slow]
-            yield pytest.param(LOADERS[name], stop, marks=marks, id=f"{name}, {stop}")
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("make", "stop"), [*each_loader_and_stop()])
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize(
+    "stop", ["at the last", "before", "after one", "before the last", "in the second epoch"]
+)
 def test_a_loader_goes_on_with_the_rows_that_another_one_would_give_next(make, stop):
     torch.manual_seed(1)
     full, _ = trained(make())

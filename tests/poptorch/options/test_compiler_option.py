@@ -36,7 +36,6 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.slow
 def test_the_first_piece_that_a_process_compiles_may_hold_any_operation():
     # Inductor's functions use modules of inductor that it imports later, such as that of max_pool2d's.
     program = """if True:

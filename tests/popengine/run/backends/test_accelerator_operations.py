@@ -87,22 +87,10 @@ def run_on_a_gpu(graph, parts):
 
 
 MODELS = list(everything())
-# Their inference has operations that their training lacks.
-INFERRED = (
-    *("conv, batch norm, pooling", "BCEWithLogitsLoss", "LSTM", "GRU", "RNN"),
-    *("bert", "bert with a mask", "gpt2"),
-)
 
 
-def in_training_and_inference():
-    """All models in both; inference that has no operation of its own is slow."""
-    for model in MODELS:
-        yield pytest.param(model, True, id=f"{model[0]}, training")
-        marks = [] if model[0] in INFERRED else [pytest.mark.slow]
-        yield pytest.param(model, False, id=f"{model[0]}, inference", marks=marks)
-
-
-@pytest.mark.parametrize(("model", "training"), [*in_training_and_inference()])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
 def test_a_captured_model_runs_on_a_gpu(model, training):
     name, module, *samples = model
     graph, parts = pieces_of(module, samples, training)
