@@ -1,6 +1,6 @@
 """Trains a model twice: through an executor, and in plain PyTorch with the same accumulation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,12 @@ def shifted(value: Tensor) -> Tensor:
 
 
 def cut(size: int, *values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield `size` rows of each tensor at a time, as plain PyTorch is to read them: copies, which begin at 64 bytes.
+    """Yield `size` rows of each tensor at a time, as an executor reads them: contiguous copies at 64 bytes.
 
     A slice lies where its rows lie, and on some processors the bits of a product depend on that.
     """
     for rows in zip(*(value.split(size) for value in values), strict=True):
-        yield tuple(value.clone() for value in rows)
+        yield tuple(value.clone(memory_format=torch.contiguous_format) for value in rows)
 
 
 def options(
@@ -106,20 +106,67 @@ def trained(
     )
 
 
+def loss_of(outputs: Any) -> Tensor:
+    """Return the only output, or of several the scalar, which is the last one if none is."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    return next((value for value in outputs if value.dim() == 0), outputs[-1])
+
+
+def plain_update(model: nn.Module, optimizer: Any, micro_batches: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """Make one weight update in plain PyTorch, by the mean of the gradients. Return the losses of the micro-batches."""
+    losses = []
+    optimizer.zero_grad()
+    for micro_batch in micro_batches:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            loss = loss_of(model(*micro_batch))
+            loss.backward()
+        losses.append(loss.detach())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= len(losses)
+    optimizer.step()
+    return losses
+
+
+def differing(ours: nn.Module, plain: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers whose bits differ."""
+    others = plain.state_dict()
+    return [name for name, value in ours.state_dict().items() if not torch.equal(value, others[name])]
+
+
+def assert_trains_as_plain_pytorch(
+    make: Any,
+    optimizer: Callable[[Any], Any],
+    *rows: Tensor,
+    strategy: Any = None,
+    accumulation: int = ACCUMULATION,
+    updates: int = 1,
+) -> None:
+    """Assert that one call of an executor has the bits of plain PyTorch: losses, parameters and buffers.
+
+    rows: each input, of updates * accumulation micro-batches; by default those of `make.data`
+    """
+    torch.manual_seed(1)
+    rows = rows or make.data(updates * accumulation * ROWS)
+    ours, plain = made(make), made(make)
+    if strategy is None:
+        poptorch.removeBlocks(ours)
+    own = options(strategy, accumulation, updates)
+    losses = loss_of(poptorch.trainingModel(ours, own, optimizer(ours.parameters()))(*rows)).reshape(-1)
+    step, size = optimizer(plain.parameters()), len(rows[0]) // updates
+    expected = []
+    for update in cut(size, *rows):
+        expected += plain_update(plain, step, cut(size // accumulation, *update))
+    assert torch.equal(losses, torch.stack(expected))
+    assert differing(ours, plain) == []
+
+
 def plain(model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], updates: int = 20) -> Trained:
     """Train in plain PyTorch: gradients of the micro-batches are added up, then divided by their number."""
     user = made(model)
     step, losses = optimizer(user.parameters()), []
     for rows in batches(user, updates):
-        step.zero_grad()
-        for micro_batch in cut(ROWS, *rows):
-            _, loss = user(*micro_batch)
-            loss.backward()
-            losses.append(loss.detach())
-        for parameter in user.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= ACCUMULATION
-        step.step()
+        losses += plain_update(user, step, cut(ROWS, *rows))
     return Trained(
         torch.stack(losses), {name: value.detach().clone() for name, value in user.state_dict().items()}
     )

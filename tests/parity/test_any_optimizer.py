@@ -238,12 +238,7 @@ def test_rates_are_read_by_the_step_itself():
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, expected)]
     for rows in parity_runs.batches(model, 4, ACCUMULATION * ROWS):
         executor(*rows)
-        expected.zero_grad()
-        for micro_batch in parity_runs.cut(ROWS, *rows):
-            twin(*micro_batch)[1].backward()
-        for parameter in twin.parameters():
-            parameter.grad /= ACCUMULATION
-        expected.step()
+        parity_runs.plain_update(twin, expected, parity_runs.cut(ROWS, *rows))
         for schedule in schedules:
             schedule.step()
         executor.setOptimizer(optimizer)
@@ -303,12 +298,7 @@ def test_a_users_optimizer_has_a_state_that_can_be_written_saved_and_handed_on(t
 
     def step(rows):
         executor(*rows)
-        plain_optimizer.zero_grad()
-        for micro_batch in parity_runs.cut(ROWS, *rows):
-            twin(*micro_batch)[1].backward()
-        for parameter in twin.parameters():
-            parameter.grad /= ACCUMULATION
-        plain_optimizer.step()
+        parity_runs.plain_update(twin, plain_optimizer, parity_runs.cut(ROWS, *rows))
         same((model, executor._optimizer), (twin, plain_optimizer))
 
     plain_optimizer = Counting(twin.parameters())

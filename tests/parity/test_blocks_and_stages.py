@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parity_models import Digits
-from parity_runs import LAYOUTS, Trained, batches, cut, options, plain, trained
+from parity_runs import LAYOUTS, Trained, batches, cut, options, plain, plain_update, trained
 from torch import nn
 from torch.nn import functional
 
@@ -259,12 +259,7 @@ def test_stages_may_share_a_layer_with_buffers(kind, accumulation, ipus):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if name == "plain":
             for (update,) in cut(size, x):
-                optimizer.zero_grad()
-                for (rows,) in cut(4, update):
-                    model(rows).backward()
-                for parameter in model.parameters():
-                    parameter.grad /= accumulation
-                optimizer.step()
+                plain_update(model, optimizer, cut(4, update))
         else:
             stages = [poptorch.Stage(block).ipu(ipu) for block, ipu in zip("abcd", ipus, strict=True)]
             strategy = kind(*stages) if name == "split" else kind(poptorch.Stage(*"abcd"))
@@ -333,11 +328,7 @@ def test_a_network_is_evaluated_twice_in_its_two_stages(model):
     assert _trained_as_marked(model, strategy).differs_from(expected) == []
 
 
-@pytest.mark.parametrize(
-    "model",
-    [*(pytest.param(one, marks=pytest.mark.slow) for one in MODELS_TWICE[:-3]), *MODELS_TWICE[-3:]],
-    ids=lambda model: model.__name__,
-)
+@pytest.mark.parametrize("model", MODELS_TWICE, ids=lambda model: model.__name__)
 def test_two_stages_of_a_network_that_is_evaluated_twice_need_three_micro_batches(model):
     strategy = poptorch.PipelinedExecution("a", "b")
     user = _model(model)

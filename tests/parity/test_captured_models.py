@@ -5,7 +5,7 @@ import operator
 
 import pytest
 import torch
-from parity_runs import ACCUMULATION, ROWS, batches, cut, made, options
+from parity_runs import ACCUMULATION, ROWS, assert_trains_as_plain_pytorch, options
 from torch import nn
 from torch.nn import functional
 
@@ -16,29 +16,6 @@ IN_FOUR = poptorch.PipelinedExecution("a", "b", "c", "d")
 
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
-
-
-def assert_trains_as_plain_pytorch(make, strategy=None, updates=4, optimizer=adam):
-    """Losses, parameters and buffers of a few updates are equal bit by bit."""
-    user, twin = made(make), made(make)
-    executor = poptorch.trainingModel(user, options(strategy), optimizer(user.parameters()))
-    step = optimizer(twin.parameters())
-    for rows in batches(user, updates):
-        losses = executor(*rows)
-        step.zero_grad()
-        expected = []
-        for micro_batch in cut(ROWS, *rows):
-            loss = twin(*micro_batch)
-            loss.backward()
-            expected.append(loss.detach())
-        for parameter in twin.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= ACCUMULATION
-        step.step()
-        assert torch.equal(losses, torch.stack(expected))
-    executor.destroy()
-    for name, value in user.state_dict().items():
-        assert torch.equal(value, twin.state_dict()[name]), name
 
 
 # ---- models -----------------------------------------------------------------------------------------------
@@ -95,7 +72,7 @@ def bert():
 
 def test_bert_with_a_tied_decoder_over_four_ipus_trains_as_plain_pytorch(bert):
     strategy = poptorch.PipelinedExecution(poptorch.AutoStage.SameAsIpu)
-    assert_trains_as_plain_pytorch(bert, strategy, updates=3)
+    assert_trains_as_plain_pytorch(bert, adam, strategy=strategy, updates=3)
 
 
 class Lstm(nn.Module):
@@ -231,13 +208,7 @@ class Attends(OwnFunction):
 @pytest.mark.parametrize("split", [False, True], ids=["unsplit", "four stages"])
 @pytest.mark.parametrize("model", [Lstm, Unet, OwnFunction, InPlace, Counts, Frozen, Attends])
 def test_a_model_trains_as_plain_pytorch(model, split):
-    def whole():
-        user = model()
-        poptorch.removeBlocks(user)
-        return user
-
-    whole.data = model.data
-    assert_trains_as_plain_pytorch(model if split else whole, IN_FOUR if split else None)
+    assert_trains_as_plain_pytorch(model, adam, strategy=IN_FOUR if split else None, updates=4)
 
 
 # ---- what capture leaves alone ----------------------------------------------------------------------------

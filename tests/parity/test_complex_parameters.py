@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_runs import cut, made, options
+from parity_runs import cut, made, options, plain_update
 from torch import nn
 
 import poptorch
@@ -44,17 +44,9 @@ def test_complex_parameters_train_as_in_plain_pytorch(name, accumulation):
     x = torch.randn(6 * accumulation, 6)
     losses, expected = executor(x).reshape(-1), []
     executor.copyWeightsToHost()
-    step, micro_batches = OPTIMIZERS[name](plain.parameters()), cut(2, x)
-    for _ in range(3):
-        step.zero_grad()
-        for _ in range(accumulation):
-            loss = plain(*next(micro_batches))
-            loss.backward()
-            expected.append(loss.detach())
-        for parameter in plain.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= accumulation
-        step.step()
+    step = OPTIMIZERS[name](plain.parameters())
+    for update in cut(2 * accumulation, x):
+        expected += plain_update(plain, step, cut(2, *update))
     # The products of complex numbers in torch's updates round otherwise.
     torch.testing.assert_close(losses, torch.stack(expected))
     for value, other in zip(ours.parameters(), plain.parameters(), strict=True):

@@ -51,15 +51,9 @@ class PlainLoop:
         if self._modes is not None:
             self._modes = self._modes or now
             set_modes(self.model, self._modes)
-        self.optimizer.zero_grad()
-        for micro_batch in parity_runs.cut(ROWS, *self.batch()):
-            _, loss = self.model(*micro_batch)
-            loss.backward()
-            self.losses.append(loss.detach())
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= ACCUMULATION
-        self.optimizer.step()
+        self.losses += parity_runs.plain_update(
+            self.model, self.optimizer, parity_runs.cut(ROWS, *self.batch())
+        )
         set_modes(self.model, now)
 
     def evaluate(self, part: nn.Module | None = None, x: Tensor | None = None) -> Tensor:

@@ -2,20 +2,9 @@
 
 import pytest
 import torch
-from parity_runs import cut
 from torch import nn
 
 import poptorch
-
-
-class Regression(nn.Module):
-    def __init__(self, width=6):
-        super().__init__()
-        self.first = poptorch.BeginBlock(nn.Linear(width, width), "first", 0)
-        self.last = poptorch.BeginBlock(nn.Linear(width, 1), "last", 1)
-
-    def forward(self, x, y):
-        return nn.functional.mse_loss(self.last(torch.tanh(self.first(x))), y)
 
 
 class Weight(nn.Module):
@@ -36,55 +25,11 @@ def options(accumulation=3, iterations=2):
     return opts
 
 
-def trained(optimizer, opts=None, calls=3):
-    """The weights after some calls; the optimizer is made from the model by `optimizer`."""
-    torch.manual_seed(0)
-    model = Regression()
-    executor = poptorch.trainingModel(model, opts or options(), optimizer(model))
-    for _ in range(calls):
-        executor(torch.randn(12, 6), torch.randn(12, 1))
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
-    plain = trained(lambda m: poptorch.optim.AdamW(m.parameters(), lr=0.01))
-    scaled = trained(lambda m: poptorch.optim.AdamW(m.parameters(), lr=0.01, loss_scaling=1024.0))
-    assert all(torch.equal(plain[name], scaled[name]) for name in plain)
-
-
-def test_clipping_is_by_the_norm_over_all_stages():
-    clipped = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.5, max_grad_norm=0.05))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = Regression()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
-        x, y = torch.randn(12, 6), torch.randn(12, 1)
-        for update in cut(6, x, y):
-            optimizer.zero_grad()
-            for micro_batch in cut(2, *update):
-                model(*micro_batch).backward()
-            for parameter in model.parameters():
-                parameter.grad /= 3
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            assert norm > 0.05  # else nothing is tested
-            optimizer.step()
-    assert all(torch.equal(clipped[name], value) for name, value in model.state_dict().items())
-
-
 def test_the_norm_of_half_gradients_may_be_larger_than_their_type_holds():
     model = Weight(60000.0, size=100, dtype=torch.float16)  # the norm is 600000
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.5, accum_type=torch.float16, max_grad_norm=10.0)
     poptorch.trainingModel(model, options(1, 1), optimizer)(torch.ones(1, dtype=torch.float16))
     torch.testing.assert_close(model.weight.detach(), torch.full((100,), 0.5, dtype=torch.float16))
-
-
-def test_automatic_loss_scaling_doubles_while_gradients_are_small_and_changes_no_result():
-    opts = options()
-    opts.Training.setAutomaticLossScaling(True)
-    automatic = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.1, loss_scaling=8.0), opts)
-    plain = trained(lambda m: poptorch.optim.SGD(m.parameters(), lr=0.1))
-    assert all(torch.equal(plain[name], automatic[name]) for name in plain)
 
 
 @pytest.mark.parametrize("slope, factors", [(1.0, [2.0, 4.0, 8.0]), (1e4, [0.5, 1.0, 0.5])])

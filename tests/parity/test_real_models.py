@@ -1,9 +1,10 @@
 """Models as programs have them, in small: blocks over a pipeline, dropout off, trained as plain PyTorch trains."""
 
+from functools import partial
+
 import pytest
 import torch
-from parity_runs import cut, options
-from test_captured_models import assert_trains_as_plain_pytorch
+from parity_runs import assert_trains_as_plain_pytorch, cut, options
 from torch import nn
 from torch.nn import functional
 
@@ -154,7 +155,7 @@ class Towers(nn.Module):
 def test_a_real_model_trains_pipelined_as_plain_pytorch_does(model):
     if model in (Gpt2, Vit):
         pytest.importorskip("transformers")
-    assert_trains_as_plain_pytorch(model, BY_IPU, updates=3)
+    assert_trains_as_plain_pytorch(model, partial(torch.optim.Adam, lr=0.01), strategy=BY_IPU, updates=3)
 
 
 def test_a_resnet_that_was_trained_in_a_pipeline_predicts_with_its_running_statistics():

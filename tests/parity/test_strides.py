@@ -1,50 +1,41 @@
 """Memory with gaps and other strides: kernels see what they see in plain PyTorch, so the last bits are the same."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
-from parity_runs import cut, made, options
+from parity_runs import assert_trains_as_plain_pytorch, cut, made, options
 from torch import nn
 
 import poptorch
 
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.5)
+SGD = partial(torch.optim.SGD, lr=0.5)
 
 
-def assert_a_step_has_the_bits_of_plain_pytorch(model, *inputs):
-    """One micro-batch and one update; the loss is the mean of the squared output."""
+class Squared(nn.Module):
+    """The loss of a model is the mean of its squared output."""
 
-    class Squared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = copy.deepcopy(model)
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
-        def forward(self, *given):
-            return poptorch.identity_loss(self.model(*given).square(), "mean")
-
-    ours, plain = Squared(), Squared()
-    executor = poptorch.trainingModel(ours, options(accumulation=1), sgd(ours))
-    loss = executor(*inputs)
-    expected = plain(*(value.clone() for value in inputs))
-    expected.backward()
-    sgd(plain).step()
-    assert torch.equal(loss, expected.detach())
-    for (name, one), two in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(one, two), name
+    def forward(self, *inputs):
+        return poptorch.identity_loss(self.model(*inputs).square(), "mean")
 
 
-@pytest.mark.parametrize(
-    "size", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 10))]
-)
+def assert_a_step_has_the_bits_of_plain_pytorch(make, *inputs):
+    """One micro-batch and one update."""
+    assert_trains_as_plain_pytorch(lambda: Squared(make()), SGD, *inputs, accumulation=1)
+
+
+@pytest.mark.parametrize("size", range(10))
 def test_a_gru_cell_has_the_bits_of_plain_pytorch_for_all_sizes(size):
     """It computes in place in parts of one buffer, whose rows are three times as long."""
     torch.manual_seed(size)
     inputs, hidden, rows = (int(torch.randint(1, most, ())) for most in (20, 20, 6))
     state = torch.randn(rows, hidden)
-    assert_a_step_has_the_bits_of_plain_pytorch(nn.GRUCell(inputs, hidden), torch.randn(rows, inputs), state)
+    make = partial(nn.GRUCell, inputs, hidden)
+    assert_a_step_has_the_bits_of_plain_pytorch(make, torch.randn(rows, inputs), state)
 
 
 class Recurrent(nn.Module):
@@ -56,11 +47,12 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize("size", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
+@pytest.mark.parametrize("size", range(6))
 def test_a_gru_has_the_bits_of_plain_pytorch_for_all_sizes(size):
     torch.manual_seed(size)
     inputs, hidden, rows = (int(torch.randint(1, most, ())) for most in (20, 20, 6))
-    assert_a_step_has_the_bits_of_plain_pytorch(Recurrent(inputs, hidden, 2), torch.randn(rows, 3, inputs))
+    make = partial(Recurrent, inputs, hidden, 2)
+    assert_a_step_has_the_bits_of_plain_pytorch(make, torch.randn(rows, 3, inputs))
 
 
 class Powers(nn.Module):
@@ -81,7 +73,7 @@ def test_powers_in_place_have_the_bits_of_plain_pytorch(loss):
             return loss(self.a(x), y, *[x] * isinstance(loss, nn.TripletMarginLoss))
 
     torch.manual_seed(0)
-    assert_a_step_has_the_bits_of_plain_pytorch(Distances(), torch.randn(4, 8), torch.randn(4, 8))
+    assert_a_step_has_the_bits_of_plain_pytorch(Distances, torch.randn(4, 8), torch.randn(4, 8))
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------
@@ -169,39 +161,15 @@ class Attention(nn.Module):
         return torch.randn(rows, 5, 8), torch.randn(rows, 5, 8)
 
 
-def each_model_and_change():
-    """All pairs with one and with three micro-batches, by turns; the others are slow."""
-    for i, make in enumerate((StateFromOutside, Views, Images, Attention)):
-        for j, change in enumerate(INPUTS):
-            for accumulation in (1, 3):
-                marks = [] if (i + j) % 2 == (accumulation == 3) else [pytest.mark.slow]
-                name = f"{make.__name__}-{change.__name__}-{accumulation}"
-                yield pytest.param(make, change, accumulation, marks=marks, id=name)
-
-
-@pytest.mark.parametrize(("make", "change", "accumulation"), [*each_model_and_change()])
+@pytest.mark.parametrize("make", [StateFromOutside, Views, Images, Attention])
+@pytest.mark.parametrize("change", INPUTS)
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_input_of_any_strides_is_read_as_a_contiguous_copy(make, change, accumulation):
-    class Squared(make):
-        def forward(self, *given):
-            return poptorch.identity_loss(super().forward(*given).square(), "mean")
-
-    ours, plain = made(Squared), made(Squared)
+    torch.manual_seed(0)
     combined = [change(value) for value in make.data(2 * accumulation)]
-    executor = poptorch.trainingModel(ours, options(accumulation=accumulation), sgd(ours))
-    losses = executor(*combined).reshape(-1)
-    expected = []
-    for rows in cut(2, *combined):
-        loss = plain(*(value.contiguous() for value in rows))
-        loss.backward()
-        expected.append(loss.detach())
-    for parameter in plain.parameters():
-        parameter.grad /= accumulation
-    sgd(plain).step()
-    assert torch.equal(losses, torch.stack(expected))
-    for (name, one), two in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(one, two), name
+    assert_trains_as_plain_pytorch(lambda: Squared(make()), SGD, *combined, accumulation=accumulation)
     own = options(accumulation=1, iterations=accumulation)
     again = poptorch.inferenceModel(made(make).eval(), own)(*combined)
     plain = made(make).eval()
-    parts = [plain(*(value.contiguous() for value in rows)).detach() for rows in cut(2, *combined)]
+    parts = [plain(*rows).detach() for rows in cut(2, *combined)]
     assert torch.equal(again, torch.cat(parts))

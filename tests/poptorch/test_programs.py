@@ -88,7 +88,9 @@ def test_lamb_takes_its_largest_norm_by_keyword_as_none_and_in_a_group():
     ]
     optimizer = optim.LAMB(groups, lr=0.1, max_weight_norm=None)
     optimizer._step_count = 1
+    before = model.layer.weight.detach().clone()
     poptorch.trainingModel(model, options(), optimizer)(*batch())
+    assert not torch.equal(model.layer.weight, before)
 
 
 def test_inputs_may_be_none_nested_images_and_integers():

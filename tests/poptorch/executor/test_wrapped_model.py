@@ -118,13 +118,13 @@ def test_options_that_inference_refuses_stay_writable():
     with pytest.raises(poptorch.Error, match="must be 1"):
         poptorch.inferenceModel(Trained(), opts)
     opts.Training.gradientAccumulation(1)
-    poptorch.inferenceModel(Trained(), opts)
+    assert poptorch.inferenceModel(Trained(), opts).options.Training.gradient_accumulation == 1
 
 
 def test_describe_leaves_options_writable():
     opts = options()
     poptorch.describe(Trained(), opts, batch())
-    opts.deviceIterations(2)
+    assert opts.deviceIterations(2).device_iterations == 2
 
 
 def test_the_top_levels_flags_are_fixed_at_wrapping():

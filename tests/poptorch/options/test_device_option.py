@@ -64,7 +64,9 @@ def test_a_gpu_that_is_not_there_is_an_error_before_anything_is_compiled(acceler
 @pytest.mark.parametrize("accelerator", [None], indirect=True)
 def test_what_is_only_compiled_needs_no_gpu(accelerator):
     options = poptorch.Options().device("cuda").useOfflineIpuTarget()
-    poptorch.inferenceModel(lambda x: x + 1, options).compile(torch.zeros(2))
+    executor = poptorch.inferenceModel(lambda x: x + 1, options)
+    executor.compile(torch.zeros(2))
+    assert executor.isCompiled() and not executor.isAttachedToDevice()
 
 
 def test_what_was_compiled_for_a_gpu_runs_where_there_is_none(tmp_path):
