@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import random
 import re
 import sys
@@ -14,6 +15,7 @@ import yaml
 
 from .rules import Fault, Images, Job, child_path, job_warnings, parse
 
+_MOST_NODES = 100_000  # of a document
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # an API server draws from the same letters for `generateName`
 
 
@@ -56,7 +58,7 @@ def read_documents(file: str) -> list[Document]:
     try:
         for node in yaml.compose_all(text, yaml.SafeLoader):
             lines: dict[str, int] = {}
-            duplicates = list(_collect_line_numbers(node, "", lines))
+            duplicates = list(_collect_line_numbers(node, "", lines, itertools.count()))
             value = yaml.SafeLoader("").construct_document(node)
             if value is not None:
                 documents.append(Document(file, value, lines, duplicates))
@@ -72,8 +74,13 @@ def read_documents(file: str) -> list[Document]:
     return documents
 
 
-def _collect_line_numbers(node: yaml.Node, path: str, lines: dict[str, int]) -> Iterator[Fault]:
-    """Add the line number of each YAML node to `lines`, in place; yield a fault for each duplicate key."""
+def _collect_line_numbers(
+    node: yaml.Node, path: str, lines: dict[str, int], visits: Iterator[int]
+) -> Iterator[Fault]:
+    """Add the line number of each YAML node to `lines`, in place; yield a fault for each duplicate key. Raises:
+    ValueError, if `visits` counts too many nodes: nested aliases stand for exponentially many"""
+    if next(visits) > _MOST_NODES:
+        raise ValueError(f"its aliases stand for more than {_MOST_NODES:,} values")
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -82,10 +89,10 @@ def _collect_line_numbers(node: yaml.Node, path: str, lines: dict[str, int]) -> 
                 message = f"{key.value} stands twice here, first on line {lines[inner]}"
                 yield Fault(inner, message, "keep one of them")
             lines[inner] = key.start_mark.line + 1
-            yield from _collect_line_numbers(value, inner, lines)
+            yield from _collect_line_numbers(value, inner, lines, visits)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield from _collect_line_numbers(value, child_path(path, index), lines)
+            yield from _collect_line_numbers(value, child_path(path, index), lines, visits)
 
 
 def load_job(document: Document, device: str = "cpu", images: Images | None = ()) -> Job:

@@ -156,11 +156,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     data = (folder / _MANIFEST).read_bytes()
     if data[:8] != f"{zlib.crc32(data[8:]):08x}".encode():
         raise ValueError("its checksum differs")
-    manifest = json.loads(data[8:])
-    if manifest["format"] != _FORMAT:
-        raise ValueError(
-            f"another version of Pando wrote it, in format {manifest['format']}; this version reads format {_FORMAT}"
-        )
+    try:
+        manifest = json.loads(data[8:])
+        if manifest["format"] != _FORMAT:
+            raise ValueError(
+                f"another version of Pando wrote it, in format {manifest['format']};"
+                f" this version reads format {_FORMAT}"
+            )
+        names, replicas = manifest["files"], manifest["run"]["replicas"]
+        expected = [f"instance-{instance}.pt" for instance in range(len(names))]
+        if not names or names != expected or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"it names the files {names} of {replicas} replicas")
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is no manifest: {error!r}") from None
     return manifest
 
 

@@ -250,6 +250,8 @@ def load(path: Path) -> Profile:
         raise fault(f"can't be read: {error.strerror}", "name a profile.pop, or a folder of them") from error
     except UnicodeDecodeError as error:
         raise fault("is not a profile: it isn't text") from error
+    except RecursionError as error:
+        raise fault("is not a profile: its values are nested too deeply") from error
     except json.JSONDecodeError as error:
         kind = "is damaged or cut short" if error.doc.lstrip().startswith("{") else "is not a profile"
         raise fault(f"{kind}: line {error.lineno}, column {error.colno}: {error.msg}") from error

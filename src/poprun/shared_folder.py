@@ -10,6 +10,7 @@ time, one succeeds. All nodes read the same states, and no node has to be reache
 import os
 import socket
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +66,12 @@ class SharedFolder:
             with suppress(OSError, ValueError):
                 found[path.name[5:]] = path.read_text()
         return found
+
+    def remove_records(self, names: Iterable[str]) -> None:
+        """Remove records of other nodes, which were killed. One that was only stopped writes its record again."""
+        for name in names:
+            if name != self.name:
+                (self._folder / f"node-{name}").unlink(missing_ok=True)
 
     def write_record(self, text: str) -> None:
         """Write this node's record, in place: this needs no space on a full disk."""

@@ -18,6 +18,12 @@ from ipujob.render import render
 from ipujob.rules import parse
 
 
+def nested_aliases(template):
+    """Forty lines, each of which refers twice to the line before."""
+    lines = [f"a{n}: &a{n} " + template.format(f"a{n - 1}") for n in range(1, 41)]
+    return "\n".join(["a0: &a0 {x: 1}", *lines])
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):
     """Check a text or an object: the exit code, and what was said."""
@@ -175,6 +181,11 @@ def test_names_that_a_cluster_completes_leave_room_for_its_letters(check):
         ("a: [1", "job.yaml:1: not YAML"),
         ("\n\n---\n", "job.yaml:1: the file is empty"),
         ("a: &x [*x]", "job.yaml:1: not YAML: maximum recursion depth exceeded"),
+        (nested_aliases("[*{0}, *{0}]"), "not YAML: its aliases stand for more than 100,000 values"),
+        (
+            nested_aliases("{{<<: *{0}, <<: *{0}}}"),
+            "not YAML: its aliases stand for more than 100,000 values",
+        ),
         ("a: b\n\tc: d", "job.yaml:2: not YAML"),
     ],
 )

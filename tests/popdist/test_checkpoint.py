@@ -1,6 +1,7 @@
 """A training goes on from a checkpoint as if it had never ended, or from the one before if that is damaged."""
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -153,6 +154,25 @@ def test_each_bit_of_a_manifest_is_checked(tmp_path):
     for text in (b"", b"[" * 100_000, b"{}", content[:-1], content + b" "):
         manifest.write_bytes(text)
         assert files.find_damage(tmp_path / "call-4") != []
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *([], 7, None, {}, {"format": 2}, {"format": 2, "run": 7, "files": []}),
+        {"format": 2, "run": {}, "files": ["instance-0.pt"]},
+        *({"format": 2, "run": {"replicas": n}, "files": ["instance-0.pt"]} for n in ("1", 0, None)),
+        *(
+            {"format": 2, "run": {"replicas": 1}, "files": f}
+            for f in ([], 3, [7], ["../call-2/instance-0.pt"])
+        ),
+    ],
+)
+def test_a_manifest_with_a_right_checksum_and_wrong_contents_is_damage(tmp_path, manifest):
+    text = f"\n{json.dumps(manifest)}\n"
+    (tmp_path / "manifest").write_text(f"{zlib.crc32(text.encode()):08x}{text}")
+    (damage,) = files.find_damage(tmp_path)
+    assert damage.startswith("manifest: it ") or "another version" in damage
 
 
 def other_rate(model):

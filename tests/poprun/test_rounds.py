@@ -9,6 +9,7 @@ import pytest
 from poprun.command_line import CommandLine
 from poprun.presence import STANDSTILL, Presence
 from poprun.rounds import FIRST_ROUND_PATIENCE, Me, Round, decide, missing_text
+from poprun.shared_folder import SharedFolder
 from poprun.topology import Node
 
 REQUEST = CommandLine(("train",), replicas=4, instances=4, fewest_instances=2, max_restarts=1)
@@ -270,8 +271,18 @@ def test_a_node_is_lost_when_its_record_stands_still_and_present_when_it_changes
         presence.update({"still": record(1), "alive": record(second), "new": record(1, id=str(second))})
         expected = {"alive", "new"} | ({"still"} if second < STANDSTILL - 1 else set())
         assert presence.alive().keys() == expected
+        assert presence.stale() == ([] if "still" in expected else ["still"])
     presence.update({"still": record(2)})
     assert presence.alive().keys() == {"still"}
+
+
+def test_the_record_of_a_killed_poprun_is_removed_and_the_own_one_never(tmp_path):
+    mine, other = (SharedFolder(str(tmp_path), f"/tmp/poprun-{name}") for name in ("mine", "other"))
+    mine.write_record(record(1)), other.write_record(record(1))
+    mine.remove_records([mine.name, other.name, "gone"])
+    assert mine.read_records().keys() == {mine.name}
+    other.write_record(record(2))  # it was only stopped
+    assert mine.read_records().keys() == {mine.name, other.name}
 
 
 def test_while_this_process_is_stopped_no_node_is_lost(clock):

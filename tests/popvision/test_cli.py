@@ -173,6 +173,12 @@ def test_a_damaged_profile_is_an_error_in_words(command, report, tmp_path, capsy
     assert "is damaged or cut short" in capsys.readouterr().err
 
 
+def test_a_deeply_nested_file_is_no_profile(tmp_path, capsys):
+    (tmp_path / "profile.pop").write_text("[" * 100_000)
+    assert main([str(tmp_path / "profile.pop")]) == 1
+    assert "is not a profile: its values are nested too deeply" in capsys.readouterr().err
+
+
 def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no profile.pop in" in (error := capsys.readouterr().err)

@@ -219,6 +219,9 @@ _FIX_OF_SCRIPT = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
     'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
 )
+_CODE_WITHOUT_FORK_SERVER = (
+    255  # what multiprocessing reports if the fork server can't tell a worker's exit code
+)
 _END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 
 
@@ -271,6 +274,11 @@ def _stop_worker(process: BaseProcess, connection: Connection) -> None:
 def _describe_worker_exit(process: BaseProcess) -> str:
     process.join(_END_TIMEOUT)
     code = process.exitcode
+    if code == _CODE_WITHOUT_FORK_SERVER:
+        return (
+            "the fork server, the process that had started the worker, has ended\n"
+            "  fix: see the output above; if it was killed, usually the machine is out of memory: use fewer workers"
+        )
     if code is None or code >= 0:
         return (
             f"the worker process ended with exit code {code}: see its output above\n"

@@ -135,3 +135,30 @@ def test_the_error_for_a_script_without_a_main_guard_has_a_fix(tmp_path, strateg
     fix = 'fix: put the main part of the script under `if __name__ == "__main__":`'
     assert fix in done.stderr.rsplit("DataError", 1)[1]
     assert "freeze_support" not in done.stderr
+
+
+FORK_SERVER_IS_KILLED = """
+import multiprocessing, os, signal
+import poptorch, torch
+
+if __name__ == "__main__":
+    data = torch.utils.data.TensorDataset(torch.zeros(4000, 1000))
+    how = {"sharing_strategy": "ForkServer"}
+    loader = poptorch.DataLoader(poptorch.Options(), data, mode="Async", async_options=how)
+    rows = iter(loader)
+    next(rows)
+    (worker,) = multiprocessing.active_children()
+    with open(f"/proc/{worker.pid}/stat") as file:
+        os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    list(rows)
+"""
+
+
+def test_a_fork_server_that_was_killed_is_named_and_the_script_is_not_blamed(tmp_path):
+    (tmp_path / "train.py").write_text(FORK_SERVER_IS_KILLED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert "the fork server, the process that had started the worker, has ended" in done.stderr
+    assert "if __name__" not in done.stderr
