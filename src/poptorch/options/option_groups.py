@@ -348,7 +348,8 @@ class ReportingOptions(OptionsDict):
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
         """Has no effect; kept for compatibility: see `sourceLocationExcludes`, to whose fragments it adds."""
-        self._source_location_excludes = [*self._source_location_excludes, *excludes]
+        found = [checked("appendToLocationExcludes", fragment, str) for fragment in excludes]
+        self._source_location_excludes = [*self._source_location_excludes, *found]
         return self
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:

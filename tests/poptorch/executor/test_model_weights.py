@@ -233,6 +233,15 @@ def test_a_layer_with_other_weights_in_the_place_of_a_compiled_one_counts(caplog
         executor(x, target)
 
 
+def test_weights_that_are_tied_and_untied_after_compilation_count():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = tied = model[0].weight
+    executor, x = poptorch.inferenceModel(model, options()), torch.ones(2, 2)
+    for weight in (tied, nn.Parameter(torch.ones(2, 2)), tied, nn.Parameter(torch.zeros(2, 2))):
+        model[1].weight = weight
+        torch.testing.assert_close(executor(x), model(x).detach())
+
+
 # ---- replicas --------------------------------------------------------------------------------------------
 
 

@@ -459,6 +459,13 @@ def test_micro_batches_of_streams_and_batch_samplers_stay_apart(make, expected):
     assert torch.cat([executor(batch) for batch in make(executor.options)]).tolist() == expected
 
 
+def test_the_last_micro_batch_of_a_full_call_may_be_smaller():
+    """Nine rows of a batch sampler of four are 4, 4 and 1: three equal parts would be as many micro-batches."""
+    executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=3))
+    (batch,) = sampled(BatchSampler(range(9), 4, False))(executor.options)
+    assert executor(batch).tolist() == [6.0, 22.0, 8.0]
+
+
 def test_rows_that_make_no_equal_micro_batches_are_refused():
     executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=3))
     data = [torch.ones(())] * 9

@@ -9,7 +9,14 @@ import popart
 import poptorch
 from popengine.errors import Error
 from poptorch.autocasting import Policy
-from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType, SyncPattern
+from poptorch.enums import (
+    CommGroupType,
+    HalfFloatCastingBehavior,
+    MeanReductionStrategy,
+    OutputMode,
+    ReductionType,
+    SyncPattern,
+)
 from poptorch.logs import log_no_effect
 from poptorch.options import (
     Distributed,
@@ -241,6 +248,42 @@ def test_the_first_use_of_an_option_without_effect_is_one_line_of_the_log(log_of
             setter(part)(*arguments)
         lines = [record.message for record in log_of_info.records if record.levelname == "INFO"]
         assert [line.partition(" has no effect: ")[0] for line in lines] == [path]
+
+
+@pytest.mark.parametrize("path", [path for path, arguments in RECORDED.items() if arguments])
+def test_an_option_without_effect_checks_its_argument(path):
+    part = eval(path.rpartition(".")[0], {"options": Options(), "poptorch": poptorch})
+    with pytest.raises((AssertionError, ValueError, TypeError), match=r"takes|type|must be|not object"):
+        getattr(part, path.rpartition(".")[2])(object())
+
+
+LEAST = {  # the least value of each option that is a number
+    "deviceIterations": (1, lambda options, number: options.deviceIterations(number)),
+    "replicationFactor": (1, lambda options, number: options.replicationFactor(number)),
+    "gradientAccumulation": (1, lambda options, number: options.Training.gradientAccumulation(number)),
+    "allowNewShapes": (1, lambda options, number: options.allowNewShapes(number)),
+    "outputMode": (1, lambda options, number: options.outputMode(OutputMode.EveryN, number)),
+    "anchorTensor": (1, lambda options, number: options.anchorTensor("a", "b", OutputMode.EveryN, number)),
+    "inputReplicaGrouping": (
+        1,
+        lambda options, number: options.inputReplicaGrouping(number, CommGroupType.Consecutive),
+    ),
+    "useIpuId": (0, lambda options, number: options.useIpuId(number)),
+    "numIOTiles": (32, lambda options, number: options.TensorLocations.numIOTiles(number)),
+    "the number of a process": (0, lambda options, number: options.Distributed.configureProcessId(number, 2)),
+    "the number of processes": (1, lambda options, number: options.Distributed.configureProcessId(0, number)),
+    "enableSyntheticData": (0, lambda options, number: options.enableSyntheticData(number)),
+}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_an_option_takes_its_least_value_and_none_below(name):
+    least, setter = LEAST[name]
+    setter(Options(), least)
+    with pytest.raises((AssertionError, ValueError)):
+        setter(Options(), least - 1)
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        setter(Options(), float(least))
 
 
 def test_the_variable_of_the_executable_cache_is_one_line_of_the_log_too(log_of_info, monkeypatch):
