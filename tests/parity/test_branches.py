@@ -9,6 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 import poptorch
+from small_models import module
 
 ASKS = {
     "by name": is_compiling,
@@ -36,16 +37,10 @@ def test_torchs_own_layers_branch_on_no_data_and_the_log_says_once_where(caplog)
     x, mask = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
     mask[0, 3:] = True
 
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x, mask):
-            return self.model(x, src_key_padding_mask=mask)
-
     caplog.set_level("INFO", "poptorch::python")
-    found = poptorch.inferenceModel(Masked().eval())(x, mask)
+    found = poptorch.inferenceModel(
+        module(lambda self, x, mask: self.model(x, src_key_padding_mask=mask), model=model).eval()
+    )(x, mask)
     (said,) = (line for line in caplog.messages if "takes its branch for compilers" in line)
     assert "forward in transformer.py" in said and __file__ in said
     assert torch.allclose(found[~mask], model(x, src_key_padding_mask=mask)[~mask], atol=1e-6)

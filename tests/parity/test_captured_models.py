@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import poptorch
+from small_models import module
 
 IN_FOUR = poptorch.PipelinedExecution("a", "b", "c", "d")
 
@@ -276,15 +277,9 @@ def test_a_value_that_forward_leaves_on_the_module_does_not_break_it():
 
 
 def test_a_model_that_was_wrapped_in_eval_mode_is_computed_in_it():
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = nn.Dropout(0.5)
-
-        def forward(self, x):
-            return functional.dropout(x, 0.5, self.training), self.child(x)
-
-    user = Drops().eval()
+    user = module(
+        lambda self, x: (functional.dropout(x, 0.5, self.training), self.child(x)), child=nn.Dropout(0.5)
+    ).eval()
     executor = poptorch.inferenceModel(user, poptorch.Options().showCompilationProgressBar(False))
     user.train()
     own, child = executor(torch.ones(4, 64))
@@ -345,16 +340,10 @@ def test_a_removed_buffer_is_refused():
 
 
 def test_a_buffer_of_a_child_is_named_in_full():
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = Buffered(lambda model: setattr(model, "y", None))
-
-        def forward(self, x):
-            return self.child(x)
-
     with pytest.raises(poptorch.Error, match=r"Buffer child\.y is reassigned"):
-        poptorch.inferenceModel(Parent())(torch.zeros(2, 3))
+        poptorch.inferenceModel(
+            module(lambda self, x: self.child(x), child=Buffered(lambda model: setattr(model, "y", None)))
+        )(torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 
 def quiet(iterations=1, accumulation=1, replicas=1):
@@ -119,15 +120,10 @@ def test_a_running_mean_is_the_mean_in_every_layout():
 
 
 def test_a_mean_is_over_all_replicas_also_where_a_group_of_them_shares_the_parameter():
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2, 1))
-
-        def forward(self, x):
-            return poptorch.identity_loss((self.weight * x).sum(), "none")
-
-    model = Grouped()
+    model = module(
+        lambda self, x: poptorch.identity_loss((self.weight * x).sum(), "none"),
+        weight=nn.Parameter(torch.zeros(2, 1)),
+    )
     executor = poptorch.trainingModel(
         model, quiet(replicas=4), poptorch.optim.SGD(model.parameters(), lr=1.0)
     )

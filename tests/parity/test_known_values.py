@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import poptorch
+from small_models import module
 
 X = torch.arange(12.0).reshape(4, 3)
 
@@ -106,17 +107,14 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_value_that_depends_on_data_is_refused_with_its_line(name):
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-            self.register_buffer("scale", torch.ones(1))
-
-        def forward(self, x):
-            return UNKNOWN[name](self, x)
-
     with pytest.raises(poptorch.Error, match="reads a value out of a tensor") as caught:
-        poptorch.inferenceModel(Asks())(X)
+        poptorch.inferenceModel(
+            module(
+                lambda self, x: UNKNOWN[name](self, x),
+                weight=nn.Parameter(torch.ones(1)),
+                scale=torch.ones(1),
+            )
+        )(X)
     assert "test_known_values.py:" in str(caught.value)
 
 
@@ -200,16 +198,10 @@ def test_multihead_attention_takes_masks_of_all_kinds():
 def test_capture_works_under_anomaly_detection():
     model = nn.Sequential(nn.Linear(3, 3))
 
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = model
-
-        def forward(self, x):
-            return poptorch.identity_loss(self.layer(x), "mean")
-
     with torch.autograd.set_detect_anomaly(True):
-        poptorch.trainingModel(Loss())(X)
+        poptorch.trainingModel(
+            module(lambda self, x: poptorch.identity_loss(self.layer(x), "mean"), layer=model)
+        )(X)
         assert torch.is_anomaly_enabled()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 
 def executor(memory_format, strategy=None, **more):
@@ -62,15 +63,7 @@ def test_gradients_are_anchored_in_channels_last():
     options = parity_runs.options(accumulation=1).memoryFormat("channels_last")
     options.anchorTensor("gradient", "Gradient___layers.0.weight")
 
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model[:3]
-
-        def forward(self, x, labels):
-            return model[3](self.layers(x), labels)
-
-    user = WithLoss()
+    user = module(lambda self, x, labels: model[3](self.layers(x), labels), layers=model[:3])
     trainer = poptorch.trainingModel(user, options, torch.optim.SGD(user.parameters(), lr=0.0))
     batch = torch.randn(4, 3, 8, 8), torch.randint(0, 72, (4,))
     trainer(*batch)

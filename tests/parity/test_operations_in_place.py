@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_any
 
 import poptorch
+from small_models import module
 
 SIZE = (
     8  # rows shorter than two vector registers, of matrices longer than two: kernels treat them differently
@@ -246,15 +247,10 @@ def test_in_inference_a_forward_may_write_into_a_parameter():
 
 
 def test_a_trained_embedding_with_max_norm_is_an_error_with_a_fix():
-    class Looks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(5, 3, max_norm=0.5)
-
-        def forward(self, rows):
-            return poptorch.identity_loss(self.embedding(rows), "sum")
-
-    model = Looks()
+    model = module(
+        lambda self, rows: poptorch.identity_loss(self.embedding(rows), "sum"),
+        embedding=nn.Embedding(5, 3, max_norm=0.5),
+    )
     with pytest.raises(poptorch.Error, match=r"Embedding\(max_norm=\)"):
         poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(
             torch.tensor([1])

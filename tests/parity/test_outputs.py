@@ -130,23 +130,15 @@ def test_the_loss_of_an_iteration_was_computed_with_the_weights_after_so_many_up
     ],
 )
 def test_64_bit_values_come_back_with_32_bits_and_others_as_they_are(given, returned):
-    class Hands(nn.Module):
-        def forward(self, x):
-            return x, x[:1]
-
     x = torch.arange(4).to(given)
-    whole, first = poptorch.inferenceModel(Hands(), quiet())(x)
+    whole, first = poptorch.inferenceModel(lambda x: (x, x[:1]), quiet())(x)
     assert (whole.dtype, first.dtype) == (returned, returned)
     assert torch.equal(whole, x.to(returned))
 
 
 def test_an_input_returned_untouched_is_a_batched_output():
-    class Hands(nn.Module):
-        def forward(self, x):
-            return x
-
     x = torch.randn(6, 2)
-    assert torch.equal(poptorch.inferenceModel(Hands(), quiet().deviceIterations(3))(x), x)
+    assert torch.equal(poptorch.inferenceModel(lambda x: x, quiet().deviceIterations(3))(x), x)
 
 
 def test_one_tensor_returned_twice_comes_back_as_two():
@@ -187,12 +179,10 @@ def test_a_forward_that_returns_nothing_returns_none():
 
 
 def test_a_0d_input_reaches_every_micro_batch_as_it_is():
-    class Scales(nn.Module):
-        def forward(self, x, factor):
-            return x * factor
-
     x = torch.randn(4)
-    assert torch.equal(poptorch.inferenceModel(Scales(), quiet())(x, torch.tensor(3.0)), x * 3)
+    assert torch.equal(
+        poptorch.inferenceModel(lambda x, factor: x * factor, quiet())(x, torch.tensor(3.0)), x * 3
+    )
 
 
 def test_an_input_written_in_place_has_the_new_values_after_the_call():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import poptorch
+from small_models import module
 
 X, LABELS = torch.ones(2, 4), torch.tensor([0, 1])
 
@@ -228,16 +229,11 @@ def test_a_write_into_others_memory_is_refused_at_its_line():
 
 @pytest.mark.parametrize("derive", [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))])
 def test_a_hessian_of_each_row_is_refused_in_training_with_a_fix_that_works(derive):
-    class Curved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return torch.func.vmap(derive(lambda row: self.layer(row).tanh().sum()))(x).sum()
-
     torch.manual_seed(0)
-    model = Curved()
+    model = module(
+        lambda self, x: torch.func.vmap(derive(lambda row: self.layer(row).tanh().sum()))(x).sum(),
+        layer=nn.Linear(4, 3),
+    )
     expected = model(X).detach()
     executor = poptorch.trainingModel(
         model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.1)

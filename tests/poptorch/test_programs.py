@@ -14,6 +14,7 @@ import popart
 import poptorch
 from poptorch import _impl, optim
 from poptorch._poplar_executor import PoplarExecutor
+from small_models import module
 
 
 def inference(forward, *inputs, opts=None):
@@ -105,15 +106,9 @@ def test_inputs_may_be_none_nested_images_and_integers():
 
 
 def test_a_model_may_have_no_inputs():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self):
-            return poptorch.identity_loss(self.weight**2, "sum")
-
-    model = Model()
+    model = module(
+        lambda self: poptorch.identity_loss(self.weight**2, "sum"), weight=nn.Parameter(torch.ones(3))
+    )
     executor = poptorch.trainingModel(model, options(iterations=2), optim.SGD(model.parameters(), lr=0.25))
     assert executor().item() == pytest.approx(3 * 0.25)
     assert model.weight.tolist() == [0.25] * 3

@@ -8,6 +8,7 @@ from torch import nn
 
 import poptorch
 from poptorch.testing import allclose, compare
+from small_models import module
 
 ONE, OTHER = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1])
 MICRO_BATCHES = 4
@@ -158,20 +159,15 @@ def test_a_model_without_a_loss_is_an_error():
 def test_a_model_whose_function_keeps_its_layers_is_refused_and_keeps_its_gradients():
     layer = torch.nn.Linear(3, 2)
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-            self.run = lambda x: layer(x).square().mean()
-
-        def forward(self, x):
-            return self.run(x)
-
     layer.bias.grad = before = torch.ones(2)
     with pytest.raises(
         poptorch.Error, match=r"parameters of the model itself: layer.weight\n  why: a lambda"
     ):
-        poptorch.testing.compare(Model(), None, torch.randn(4, 3))
+        poptorch.testing.compare(
+            module(lambda self, x: self.run(x), layer=layer, run=lambda x: layer(x).square().mean()),
+            None,
+            torch.randn(4, 3),
+        )
     assert layer.weight.grad is None and layer.bias.grad is before
 
 

@@ -12,14 +12,11 @@ import poptorch
 from popengine.compile.capture import capture
 from popengine.compile.recording.current_capture import current
 from popengine.errors import CaptureError
+from small_models import module
 
 
 def forward_of(function, *samples, training=False):
-    class Model(nn.Module):
-        def forward(self, *inputs):
-            return function(*inputs)
-
-    model = Model()
+    model = module(lambda self, *inputs: function(*inputs))
     return capture(model, lambda inputs: [model(*inputs)], list(samples), training=training)
 
 

@@ -41,25 +41,6 @@ def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
     assert torch.equal(executor(X), X * 0 + 10)
 
 
-def test_eval_of_the_trained_model_after_compilation_is_one_warning(caplog):
-    model = Loss()
-    executor = trained(model)
-    executor.compile(X)
-    executor(X)
-    model.eval()
-    model.train()
-    executor(X)
-    assert caplog.messages == []
-    model.eval()
-    for _ in range(2):
-        executor(X)
-    (message,) = caplog.messages
-    assert message.startswith("the model is in eval() mode now, and was compiled in train() mode")
-    executor.destroy()
-    executor(X)
-    assert len(caplog.messages) == 1
-
-
 class Loss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -104,17 +85,6 @@ def test_a_parameter_that_replaces_another_trains_with_an_optimizer_that_holds_i
     assert executor(X).item() == 20
     assert torch.equal(model.a.weight, torch.full((2, 2), 4.0))
     assert len(caplog.messages) == 1
-
-
-def test_a_replacement_pulls_what_was_trained_first():
-    model = Loss()
-    executor = trained(model)
-    with torch.no_grad():
-        model.a.weight.zero_()
-    executor(X)
-    model.scale = torch.tensor(3.0)
-    assert model.scale.item() == 3
-    assert torch.equal(model.a.weight, torch.full((2, 2), -1.0))
 
 
 def test_a_parameter_that_is_gone_is_an_error_until_there_is_one():

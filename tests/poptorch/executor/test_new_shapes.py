@@ -381,14 +381,6 @@ def test_each_plan_has_a_profile(tmp_path):
     }
 
 
-def test_an_empty_batch_is_refused():
-    executor = poptorch.inferenceModel(nn.Linear(3, 2), options())
-    executor(torch.ones(2, 3))
-    with pytest.raises(poptorch.Error, match="Zero-sized tensors are unsupported"):
-        executor(torch.ones(0, 3))
-    assert executor(torch.ones(3, 3)).shape == (3, 2)
-
-
 # ---- batches whose rows are not the items of the dataset -------------------------------------------------
 
 

@@ -76,16 +76,6 @@ def test_weights_begin_at_64_bytes_while_an_executor_is_attached():
     assert [value.data_ptr() % 64 for value in model.parameters()] == [0, 0]
 
 
-def test_views_that_the_program_holds_are_new_after_each_call():
-    executor, model = trainer(Buffered())
-    executor(*batch())
-    views = [model.layer.weight.detach(), model.layer.bias.data, model.seen[None]]
-    for _ in range(2):
-        before = [view.clone() for view in views]
-        executor(*batch())
-        assert not any(torch.equal(*pair) for pair in zip(views, before, strict=True))
-
-
 def test_no_class_is_replaced_and_nothing_is_registered_on_all_modules():
     tables = [
         getattr(torch_module, name)
@@ -104,22 +94,6 @@ def test_no_class_is_replaced_and_nothing_is_registered_on_all_modules():
     assert {type(value) for value in model.parameters()} == {nn.Parameter}
     assert {type(value) for value in model.buffers()} == {torch.Tensor}
     assert [vars(value) for value in model.parameters()] == [{}, {}]
-
-
-def test_every_executor_of_a_model_has_the_same_tensors():
-    executor, model = trainer(Buffered())
-    both = [poptorch.inferenceModel(model, options()), poptorch.inferenceModel(Outer(model), options())]
-    x, target = batch()
-    for _ in range(2):
-        executor(x, target)
-        found = [each(x) for each in both]
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], model.layer(x * model.scale).detach())
-    with torch.no_grad():
-        model.layer.weight.zero_()
-        model.layer.bias.fill_(3.0)
-    assert all(torch.equal(each(x), torch.full((2, 2), 3.0)) for each in both)
-    assert model.seen == 2 + 4 + 2  # forward counts in training and in inference: it is one buffer
 
 
 # ---- the functions that copied -----------------------------------------------------------------------------
@@ -181,22 +155,6 @@ def test_the_copies_need_a_compiled_and_attached_model(name, training):
     executor.destroy()
     with pytest.raises(poptorch.Error, match="Model has not been compiled or has been destroyed"):
         getattr(executor, name)()
-
-
-@pytest.mark.parametrize("leave", ["detachFromDevice", "destroy"])
-def test_weights_stay_in_the_model_when_its_devices_go(leave):
-    executor, model = trainer(Buffered())
-    executor(*batch())
-    tensors, before = [*model.parameters()], values(model)
-    getattr(executor, leave)()
-    assert equal(values(model), before)
-    assert all(one is other for one, other in zip(tensors, model.parameters(), strict=True))
-    with torch.no_grad():
-        model.layer.weight.mul_(0.5)
-    expected = copy.deepcopy(model)
-    executor(*batch())
-    plain_steps(expected, 1)
-    assert equal(values(model), values(expected))
 
 
 def test_the_executor_loads_into_the_users_model():
@@ -305,35 +263,3 @@ def test_buffers_must_be_plain_tensors_in_training(training):
             poptorch.trainingModel(model, options())
     else:
         poptorch.inferenceModel(model, options())
-
-
-# ---- failures ----------------------------------------------------------------------------------------------
-
-
-class Failing(Buffered):
-    def forward(self, x, target=None):
-        output, loss = super().forward(x, target)
-        row = (target[:1, 0] > 100).long() * 9
-        return output, loss + self.scale.expand(2)[row].sum()
-
-
-def test_after_a_failed_call_the_model_has_the_weights_of_the_last_finished_update():
-    torch.manual_seed(1)
-    model = Failing()
-    executor = poptorch.trainingModel(
-        model, options(iterations=2), torch.optim.Adam(model.parameters(), lr=0.1)
-    )
-    x, target = (torch.cat([value, value]) for value in batch())
-    executor(x, target)
-    wrong = target.clone()
-    wrong[2:] = 101.0  # in the second device iteration: an index out of range
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
-    optimizer.load_state_dict(copy.deepcopy(executor._optimizer.state_dict()))
-    with pytest.raises(poptorch.Error):
-        executor(x, wrong)
-    assert executor.finished_updates == 1
-    twin(x[:2].clone(), wrong[:2].clone())[1].backward()
-    optimizer.step()
-    assert equal(values(model), values(twin))
-    executor(x, target)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 
@@ -64,16 +65,14 @@ def test_a_cpu_function_that_returns_no_tensors_is_an_error(result, found):
 
 
 def test_cpu_is_refused_in_training_and_its_failure_is_reported():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.host = nn.Linear(2, 2), poptorch.CPU(torch.neg, "negate")
-
-        def forward(self, x):
-            return poptorch.identity_loss(self.host(self.layer(x)), "sum")
-
     with pytest.raises(poptorch.Error, match="only supported in inference"):
-        poptorch.trainingModel(Model())(X)
+        poptorch.trainingModel(
+            module(
+                lambda self, x: poptorch.identity_loss(self.host(self.layer(x)), "sum"),
+                layer=nn.Linear(2, 2),
+                host=poptorch.CPU(torch.neg, "negate"),
+            )
+        )(X)
     grows = []
     layer = poptorch.CPU(lambda x: torch.zeros(len(grows)), "grows")
     model = poptorch.inferenceModel(lambda x: layer(x))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 
 class Averaged(nn.Module):
@@ -53,16 +54,11 @@ def test_a_backward_that_writes_an_input_is_an_error_and_its_gradients_are_its_o
 
 
 def test_forward_copies_a_new_value_of_the_host_into_a_buffer():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("count", torch.zeros(2))
-            self.host = poptorch.CPU(torch.add, "add")
-
-        def forward(self, x):
-            return self.count.copy_(self.host(x, self.count)) * 2
-
-    model = Counting()
+    model = module(
+        lambda self, x: self.count.copy_(self.host(x, self.count)) * 2,
+        count=torch.zeros(2),
+        host=poptorch.CPU(torch.add, "add"),
+    )
     executor = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(2))
     assert torch.equal(executor(torch.tensor([1.0, 2.0, 10.0, 20.0])), torch.tensor([2.0, 4.0, 22.0, 44.0]))
     assert torch.equal(model.count, torch.tensor([11.0, 22.0]))

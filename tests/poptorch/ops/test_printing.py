@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 X = torch.tensor([[0.25, 1.5], [2.5, 3.25]])
 
@@ -70,15 +71,10 @@ def test_long_rows_break_and_large_tensors_are_shortened(capfd):
 
 
 def test_values_are_printed_at_every_execution_and_their_gradients_too(capfd):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(X.clone())
-
-        def forward(self, x):
-            return poptorch.identity_loss(poptorch.ipu_print_tensor(self.weight * x, "y"), "sum")
-
-    model = Model()
+    model = module(
+        lambda self, x: poptorch.identity_loss(poptorch.ipu_print_tensor(self.weight * x, "y"), "sum"),
+        weight=nn.Parameter(X.clone()),
+    )
     trainer = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), lr=0.1))
     trainer(torch.ones(2, 2))
     found = capfd.readouterr().err

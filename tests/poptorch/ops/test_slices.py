@@ -6,6 +6,7 @@ from torch import nn
 
 import poptorch
 from poptorch import MatMulSerializationMode as Mode
+from small_models import module
 
 X = torch.arange(12.0).reshape(4, 3)
 
@@ -40,15 +41,12 @@ def test_a_step_may_be_larger_than_the_dimension():
 
 
 def test_a_dynamic_slice_trains():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 3))
-
-        def forward(self, start):
-            return poptorch.identity_loss(poptorch.dynamic_slice(self.weight, 0, start, 2, 1), "sum")
-
-    model = Model()
+    model = module(
+        lambda self, start: poptorch.identity_loss(
+            poptorch.dynamic_slice(self.weight, 0, start, 2, 1), "sum"
+        ),
+        weight=nn.Parameter(torch.ones(4, 3)),
+    )
     trainer = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), lr=1.0))
     trainer(torch.tensor([1]))
     assert model.weight[:, 0].tolist() == [1, 0, 0, 1]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 HALF, FLOAT = torch.float16, torch.float32
 LAYERS = [
@@ -76,15 +77,11 @@ def test_other_operations_promote():
 
 
 def test_master_weights_keep_their_type_in_training():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return poptorch.identity_loss(self.layer(self.norm(x)).float() ** 2, "mean")
-
-    model = Model()
+    model = module(
+        lambda self, x: poptorch.identity_loss(self.layer(self.norm(x)).float() ** 2, "mean"),
+        norm=nn.BatchNorm1d(4),
+        layer=nn.Linear(4, 2),
+    )
     before = model.layer.weight.detach().clone()
     trainer = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), lr=0.1))
     trainer(torch.randn(8, 4, dtype=HALF))
