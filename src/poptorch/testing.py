@@ -110,7 +110,7 @@ def compare(
         loss_index, expected = plain_updates[0][0], torch.stack([losses for _, losses in plain_updates])
         _check_copied(model, before)
         if update is None:
-            options = options.clone().deviceIterations(1).createOrSet(check_recording="always")
+            options = options.clone().deviceIterations(1)
             title, losses = _update_by_executor(ours, our_optimizer, options, used, loss_index)
         else:
             title, expected = update.__name__, torch.stack([losses.mean() for losses in expected])

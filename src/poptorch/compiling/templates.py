@@ -115,16 +115,6 @@ class Template:
         """Return whether another template has equal returned values and notes."""
         return _join((self.returned, self.notes), (other.returned, other.notes)) is not _DIFFERENT
 
-    def difference(self, other: "Template") -> str:
-        """Return in words which part of another template differs; "" if they are equal."""
-        parts = {
-            "returned": "what forward returns",
-            "notes": "its notes",
-            "attributes": "what it sets on layers",
-        }
-        differing = (w for n, w in parts.items() if _join(getattr(self, n), getattr(other, n)) is _DIFFERENT)
-        return next(differing, "")
-
     def without(self, paths: Container[str]) -> "Template":
         """Return the template without the attributes with these paths."""
         kept = {path: value for path, value in self.attributes.items() if path not in paths}

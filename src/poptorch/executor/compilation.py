@@ -30,7 +30,6 @@ from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
 from .wrapped_model import WrappedModel, return_weights, with_own_modes
 
-_CHECKED = {8**power for power in range(1, 20)}
 _MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
 
 
@@ -110,23 +109,6 @@ class Compilation:
                 what = "other parameters that are trained"
             logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
         return plan
-
-    def check_recording(self, plan: LoadedPlan, run: Run) -> None:
-        """In calls 8, 64, 512, ... of a plan record forward again. Raise Error, and remove all plans, if it differs."""
-        options, recording = self.model.options, plan.executable.recordings[0]
-        mode: Any = options.check_recording if options.exists("check_recording") else True
-        if not mode or recording.reads.has_draws or (mode is True and plan.calls + 1 not in _CHECKED):
-            return
-        with self.flags.as_compiled():
-            new = record_model(
-                self.model.user, run, options, self.settings_of(run, options), [plan.executable]
-            )
-        try:
-            plan.executable.check_recording(new)
-        except Error:
-            self.plans.clear_plans()
-            self.unread = self.beside = frozenset()
-            raise
 
     def plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
         """Record a call again whose arguments without tensors have other values than at the compilation. If the graph
