@@ -3,7 +3,6 @@
 import copy
 import logging
 import math
-import pickle
 
 import pytest
 import torch
@@ -222,27 +221,12 @@ def test_a_forward_set_between_wrapping_and_the_first_call_counts():
     assert torch.equal(executor(X), X * 7)
 
 
-def test_the_attributes_of_the_executors_model_are_those_of_the_users():
+def test_an_attribute_of_the_executors_own_copy_counts_more():
     net = made().eval()
     executor = inference(net)
     executor.model.scale = 3.0
-    assert net.scale == 3.0
-    net.scale, executor.model.extra = 5.0, "new"
-    assert (executor.model.scale, net.extra) == (5.0, "new")
-    assert torch.equal(executor(X), in_eval(net))
-
-
-def test_the_executors_model_is_of_the_users_class_and_its_copies_are_plain():
-    net = made()
-    executor = inference(net)
-    own = executor.model.eval()
-    assert isinstance(own, Net) and not own.training and net.training
-    for copied in (copy.copy(own), copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
-        assert type(copied) is Net and not copied.training
-        assert copied.state_dict().keys() == net.state_dict().keys()
-    assert list(own.parameters()) == list(net.parameters())
-    own.first.weight.data.zero_()
-    assert torch.equal(executor(X), in_eval(net))
+    net.scale = 5.0
+    torch.testing.assert_close(executor(X), in_eval(net) / 5 * 3)
 
 
 @pytest.mark.parametrize("name", ["epoch", "name", "_private", "history"])
@@ -318,7 +302,8 @@ def test_copy_weights_to_device_does_not_train_frozen_weights():
     model.requires_grad_(False)
     executor.copyWeightsToDevice()
     before = {name: value.clone() for name, value in model.net.named_parameters()}
-    executor(X)
+    with pytest.raises(poptorch.Error, match="no parameter"):
+        executor(X)
     assert all(torch.equal(value, before[name]) for name, value in model.net.named_parameters())
     model.requires_grad_(True)
     executor(X)
