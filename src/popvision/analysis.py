@@ -1,161 +1,16 @@
-"""The figures of a profile, which page, texts and comparisons show.
-
-Each figure is declared once, by `figure`: a method of `Figures` that returns its value.
-"""
+"""The figures of a profile, which page and text show, and a comparison of two runs."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from popengine.order import BUILT_IN, ORDERS
 from popengine.profile import PHASES, Profile
-from popengine.texts import counted, table_text
+from popengine.texts import table_text
 
 from . import memory, times, virtual
-from .units import (
-    cores_text,
-    count_text,
-    factor_text,
-    rate_text,
-    seconds_text,
-    share_text,
-    size_text,
-    stage_text,
-)
-
-_T = TypeVar("_T")
-
-
-class Figure(cached_property[_T]):
-    """A figure of a profile, which `FIGURES` lists; see `figure`."""
-
-    def __init__(
-        self,
-        value: Callable[[Any], _T],
-        words: str,
-        unit: Callable[[Any], str],
-        better: str = "",
-        shown: str = "",
-        note: Callable[[Any], str] = lambda run: "",
-        spread: str = "",
-    ) -> None:
-        super().__init__(value)
-        self.words, self.unit, self.better, self.note = words, unit, better, note
-        self.shown, self._spread = shown.split(), spread
-
-    def spread(self, run: "Figures") -> float:
-        """Return the share by which the figure differs between equal runs."""
-        return getattr(run, self._spread, 0.0)
-
-
-def figure(
-    words: str, unit: Callable[[Any], str], **more: Any
-) -> Callable[[Callable[[Any], _T]], cached_property[_T]]:
-    """Declare a figure: decorate the method of `Figures` that returns its value (None: not recorded). The method's name
-    is the figure's key in `Report.figures()`.
-
-    Args:
-        words:  the figure's name for readers
-        unit:   returns a value, or None, as a text with its unit
-        better: which of two runs' values is better: "less", "more", or "": neither
-        shown:  where else, with spaces: "tile" (of the page's overview), "summary", "compare"
-        note:   returns what tile and summary say beside the value
-        spread: the name of the figure that is its spread: equal runs differ by this share
-    """
-    return lambda value: Figure(value, words, unit, **more)
-
-
-# ---- what tiles and summary say of a figure ----------------------------------------------------------------
-
-
-def fact_sentences(figures: "Figures") -> list[str]:
-    """Return three facts that need no simulation, if they are known: the slowest stage; the bubble by the schedule's
-    formula, and how many micro-batches halve it; the ipu that needs the most memory."""
-    facts = _stage_sentence(figures), _bubble_sentence(figures.profile), _memory_sentence(figures)
-    return [fact for fact in facts if fact]
-
-
-def bubble_note(figures: "Figures") -> str:
-    """Return the bubble's formula, and the measured bubble."""
-    share, where = figures.bubble_measured, figures.profile.facts.get("joined", {})
-    place = "on the devices" if "devices" in where else "in the instances"
-    measured = "" if share is None else f"Measured {place}: {share_text(share)}."
-    return " ".join(filter(None, ["Simulated.", _bubble_sentence(figures.profile), measured]))
-
-
-def stage_note(figures: "Figures") -> str:
-    """Return what the slowest stage takes, alone and relative to the average stage."""
-    slowest = figures.stages[figures.slowest or 0]
-    text = f"{slowest.blocks}, {seconds_text(slowest.total / 1e9)} a micro-batch."
-    return " ".join(filter(None, [text, _stage_sentence(figures)]))
-
-
-def memory_note(figures: "Figures") -> str:
-    """Return whether the memory fits, and which ipu needs the most."""
-    fits = "" if figures.fits is None else "Fits into" if figures.fits else "Does not fit into"
-    text = f"{fits} {size_text(figures.capacity)}: {figures.capacity_of}." if fits else "At the most."
-    return " ".join(filter(None, [text, _memory_sentence(figures)]))
-
-
-def cores_note(figures: "Figures") -> str:
-    """Return what a step on these cores is made of: waits for a core, time without a ready task, and the rest."""
-    cores, idle = f"On {cores_text(figures.profile)}", figures.idle_here
-    if idle is None:
-        return f"{cores}."
-    waited = (1 - idle) * (1 - (1 if figures.core_share is None else figures.core_share))
-    if waited >= 0.005:
-        without = seconds_text((figures.step_seconds or 0.0) * (1 - waited))
-        waits = f"the waits for other programs and Python's lock, which took {waited:.0%}"
-        cores = f"{cores}: {without} without {waits}"
-    return f"{cores}; no task was ready for {share_text(idle)}."
-
-
-def calls_note(figures: "Figures") -> str:
-    """Return what the throughput counts."""
-    count = counted(figures.calls, "call")
-    overall = rate_text(figures.samples_per_second_overall)
-    return (
-        f"In {count} of {counted(figures.samples_per_call, 'sample')}; {overall} with the time between calls."
-    )
-
-
-def passes_note(figures: "Figures") -> str:
-    """Return the time of each pass."""
-    return ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in figures.profile.passes)
-
-
-def _stage_sentence(figures: "Figures") -> str:
-    if figures.slowest is None or len(figures.stages) < 2:
-        return ""
-    slowest = figures.stages[figures.slowest].stage
-    return f"Stage {slowest} takes {figures.unevenness:.2f} times as long as the average stage."
-
-
-def _memory_sentence(figures: "Figures") -> str:
-    if len(figures.needs) < 2:
-        return ""
-    most = max(figures.needs, key=lambda need: need.total)
-    return f"ipu {most.ipu} needs the most memory, {size_text(most.total)}."
-
-
-def _bubble_sentence(profile: Profile) -> str:
-    """Return the bubble of n equal stages and m micro-batches by its formula, and the change that makes it smaller."""
-    stages, count = len(profile.devices), profile.facts.get("schedule_micro_batches", 0)
-    if (share := times.ideal_bubble(profile)) is None or stages < 2:
-        return ""
-    ideal, mode = f"With equal stages the bubble is {share_text(share)}", profile.facts.get("mode")
-    if mode in BUILT_IN and not ORDERS[mode].overlaps:
-        return f"{ideal} for any number of micro-batches, because the stages work one after another."
-    if mode in BUILT_IN and math.isclose(share, (stages - 1) / (count + stages - 1)):
-        formula = f"(n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
-        return f"{ideal} = {formula}; {2 * count + stages - 1} micro-batches instead of {count} halve it."
-    return f"{ideal}."
-
-
-# ---- the figures -------------------------------------------------------------------------------------------
+from .units import rate_text, seconds_text, share_text, size_text
 
 
 class Figures:
@@ -170,190 +25,62 @@ class Figures:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         facts, events = profile.facts, times.steady_events(profile)
-        self._replicas = profile.counts.get("replicas", 1)
-        self._events, self._warm = events, _sum_warm_calls(profile)
+        replicas = profile.counts.get("replicas", 1)
+        calls, steps, ns, ns_with_gaps = _sum_warm_calls(profile)
+        factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
+        rows = math.prod(profile.counts.get(name, 1) for name in factors)
+        self.samples_per_call = rows  # over all instances
+        self.samples_per_second = calls * rows / ns * 1e9 if ns > 0 else None  # in the time of calls
+        self.samples_per_second_overall = calls * rows / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None
+        self.calls, self.steps = facts.get("calls", 0), facts.get("steps", 0)
+        self.step_seconds = ns / steps / 1e9 if steps else None
+        of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
+        self.step_spread = times.relative_spread(of_step)
+
         costs, updates = times.row_costs(events), times.update_costs(events)
         self.stages = times.stage_times(profile, costs, updates)
+        self.spread = times.cost_spread(events)
+        self.core_share = times.core_share(events)
+        totals = [stage.total for stage in self.stages]
         computing = {row for row, task in enumerate(profile.tasks) if task.computes}
-        self._is_computed = any(stage.total for stage in self.stages) and computing <= costs.keys()
+        computed = sum(totals) > 0 and computing <= costs.keys()
+        self.slowest = totals.index(max(totals)) if computed else None
+        self.unevenness = max(totals) * len(totals) / sum(totals) if computed else 1.0  # slowest / average
         self.timed = times.with_row_costs(profile, costs)
         self.groups = operation_sums(self.timed)
-        # The shares of a step's time are unknown if each recorded step was cut off.
-        self._whole = events if times.whole_steps(profile) else []
-        self.usages = times.core_usages(self._whole)
 
-        step = virtual.DeviceStep.of(profile, costs, updates)
-        self._step = step if self._is_computed and step.is_known else None
-        self.device_usages, runs = list[times.Usage](), list[Any]()
+        # The shares of a step's time are unknown if each recorded step was cut off.
+        whole = events if times.whole_steps(profile) else []
+        self.usages = times.core_usages(whole)
+        self.idle_here = times.waiting_share(self.usages)
+        self.bubble_ideal = times.ideal_bubble(profile)
+        joined = facts.get("joined", {})  # of a profile with the tasks of several instances or devices
+        self.bubble_measured = None
+        if joined and not joined["missing"]:
+            place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
+            self.bubble_measured = times.measured_bubble(whole, place_of)
+        self.measured_where = "measured " + ("on the devices" if "devices" in joined else "in the instances")
+        self.step_apart, self.bubble_apart, self.device_usages, runs = None, None, [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
-        if self._step:
+        self.step_here = None  # on these cores, if none of them waited
+        step = virtual.DeviceStep.of(profile, costs, updates)
+        if computed and step.is_known:
+            self.step_apart, self.bubble_apart = step.ns / 1e9, step.bubble
+            self.step_here = replicas * step.work / max(1, facts.get("threads", 1)) / 1e9
             self.device_usages = times.ipu_usages(self.stages, step.micro_batches, step.ns)
             runs = step.runs(profile, costs)
             self.schedules = [_schedule_entry(profile, one, costs) for one in virtual.other_schedules(step)]
         self.devices = replace(profile, runs=tuple(runs))
+
+        self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
-        self.capacity = held_by.get("bytes")  # None: unknown
-        self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
-        self.is_shared = bool(held_by.get("shared"))
-        self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
-        self.host = _host_seconds(profile)
-
-    # ---- the overview's tiles
-
-    @figure(
-        "bubble on separate devices",
-        share_text,
-        better="less",
-        shown="tile summary compare",
-        note=bubble_note,
-    )
-    def bubble_apart(self) -> float | None:
-        return self._step.bubble if self._step else None
-
-    @figure(
-        "step on separate devices",
-        seconds_text,
-        shown="tile summary",
-        note=lambda run: "Simulated with the recorded costs.",
-    )
-    def step_apart(self) -> float | None:
-        return self._step.ns / 1e9 if self._step else None
-
-    @figure("step on these cores", seconds_text, shown="tile summary", note=cores_note)
-    def step_seconds(self) -> float | None:
-        _, steps, ns, _ = self._warm
-        return ns / steps / 1e9 if steps else None
-
-    @figure("slowest stage", stage_text, shown="tile summary", note=stage_note)
-    def slowest(self) -> int | None:
-        totals = [stage.total for stage in self.stages]
-        return totals.index(max(totals)) if self._is_computed else None
-
-    @figure("memory", size_text, shown="tile summary", note=memory_note)
-    def wanted(self) -> int:
-        """Return the bytes of the memory that must hold the most: that which all ipus share, or that of an ipu."""
         totals = [need.total for need in self.needs]
-        return self._replicas * sum(totals) if self.is_shared else max(totals, default=0)
+        self.wanted = replicas * sum(totals) if held_by.get("shared") else max(totals, default=0)
+        self.capacity = held_by.get("bytes")  # None: unknown
+        self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
+        self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
-    @figure(
-        "throughput",
-        rate_text,
-        better="more",
-        shown="tile summary compare",
-        note=calls_note,
-        spread="step_spread",
-    )
-    def samples_per_second(self) -> float | None:
-        calls, _, ns, _ = self._warm
-        return calls * self.samples_per_call / ns * 1e9 if ns > 0 else None  # in the time of calls
-
-    # ---- further figures
-
-    @figure(
-        "throughput with the time between calls",
-        rate_text,
-        better="more",
-        shown="compare",
-        spread="step_spread",
-    )
-    def samples_per_second_overall(self) -> float | None:
-        calls, _, _, ns = self._warm
-        return calls * self.samples_per_call / ns * 1e9 if ns > 0 else None
-
-    @figure(
-        "step on these cores, per row", seconds_text, better="less", shown="compare", spread="step_spread"
-    )
-    def step_per_row(self) -> float | None:
-        groups = self.profile.counts.get("groups", 1)
-        return self.step_seconds and self.step_seconds / self._rows_of_step / groups
-
-    @figure(
-        "step on separate devices, per row", seconds_text, better="less", shown="compare", spread="spread"
-    )
-    def step_apart_per_row(self) -> float | None:
-        return self.step_apart and self.step_apart / self._rows_of_step
-
-    @figure("compilation", seconds_text, better="less", shown="summary compare", note=passes_note)
-    def compile_seconds(self) -> float:
-        return sum(entry.seconds for entry in self.profile.passes)
-
-    @figure("bubble, measured", share_text, better="less", shown="compare")
-    def bubble_measured(self) -> float | None:
-        joined = self.profile.facts.get(
-            "joined", {}
-        )  # of a profile with the tasks of several instances or devices
-        if not joined or joined["missing"]:
-            return None
-        place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
-        return times.measured_bubble(self._whole, place_of)
-
-    @figure("bubble, ideal", share_text, better="less", shown="compare")
-    def bubble_ideal(self) -> float | None:
-        return times.ideal_bubble(self.profile)
-
-    @figure("these cores waited", share_text, better="less", shown="compare")
-    def idle_here(self) -> float | None:
-        return times.waiting_share(self.usages)
-
-    @figure("slowest stage / average stage", factor_text, better="less", shown="compare", spread="spread")
-    def unevenness(self) -> float:
-        totals = [stage.total for stage in self.stages]
-        return max(totals) * len(totals) / sum(totals) if self._is_computed else 1.0
-
-    @figure("largest ipu", size_text, better="less", shown="compare")
-    def largest_ipu(self) -> int | None:
-        return max((need.total for need in self.needs), default=None)
-
-    @figure("all ipus", size_text, better="less", shown="compare")
-    def all_ipus(self) -> int | None:
-        return sum(need.total for need in self.needs) or None
-
-    @figure("activations", size_text, better="less", shown="compare")
-    def activations(self) -> int:
-        return sum(need.activations or 0 for need in self.needs)
-
-    @figure("calls", count_text)
-    def calls(self) -> int:
-        return self.profile.facts.get("calls", 0)
-
-    @figure("steps", count_text)
-    def steps(self) -> int:
-        return self.profile.facts.get("steps", 0)
-
-    @figure("samples of a call, over all instances", count_text)
-    def samples_per_call(self) -> int:
-        factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
-        return math.prod(self.profile.counts.get(name, 1) for name in factors)
-
-    @figure("share of a core that computations got", share_text)
-    def core_share(self) -> float | None:
-        return times.core_share(self._events)
-
-    @figure("spread of steps", share_text)
-    def step_spread(self) -> float:
-        return times.relative_spread([(c.end - c.start) / c.steps for c in self.profile.calls[1:] if c.steps])
-
-    @figure("spread of costs", share_text)
-    def spread(self) -> float:
-        return times.cost_spread(self._events)
-
-    @property
-    def _rows_of_step(self) -> int:
-        """Return the rows that a replica reads in a step."""
-        size = self.profile.counts.get("micro_batch_size", 1)
-        return size * self.profile.facts.get("schedule_micro_batches", 1)
-
-
-FIGURES: dict[str, Figure[Any]] = {
-    name: entry for name, entry in vars(Figures).items() if isinstance(entry, Figure)
-}
-
-
-def shown_figures(run: Figures, place: str) -> list[tuple[str, str, str]]:
-    """Return (words, value with its unit, note) of each known figure that is shown at a place."""
-    entries = [(name, entry) for name, entry in FIGURES.items() if place in entry.shown]
-    values = [(entry, getattr(run, name)) for name, entry in entries]
-    return [(entry.words, entry.unit(value), entry.note(run)) for entry, value in values if value is not None]
+        self.host = _host_seconds(profile)
 
 
 def _schedule_entry(profile: Profile, step: virtual.DeviceStep, costs: Mapping[int, float]) -> dict[str, Any]:
@@ -439,6 +166,8 @@ def _module_tree(profile: Profile) -> list[dict[str, Any]]:
 
 # ---- two runs --------------------------------------------------------------------------------------------
 
+_Compared = tuple[float | None, Callable[[float | None], str], float]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -453,52 +182,63 @@ class Row:
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each compared figure of two runs, then for the time of each stage and block of either run."""
-    rows = []
-    for name, entry in FIGURES.items():
-        if "compare" in entry.shown:
-            values, spread = (getattr(a, name), getattr(b, name)), entry.spread(a) + entry.spread(b)
-            rows.append(_compared(entry.words, entry.unit, entry.better, *values, spread))
-    first, second = _part_seconds(a), _part_seconds(b)
-    rows += [
-        _compared(name, seconds_text, "less", first.get(name), second.get(name), a.spread + b.spread)
-        for name in {**first, **second}
-    ]
+    """Return a row for each figure of two runs: totals, then the times of each stage and block of either run."""
+    runs, rows = (_compared_values(a), _compared_values(b)), []
+    for name in {**runs[0], **runs[1]}:
+        (one, in_words, spread), (other, _, other_spread) = (
+            run.get(name, (None, seconds_text, 0.0)) for run in runs
+        )
+        spread, ratio, better = spread + other_spread, None, ""
+        if one is not None and other is not None:
+            ratio = other / one if one else None
+            if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)):
+                better = "second" if (other > one) == (in_words is rate_text) else "first"
+        rows.append(Row(name, in_words(one), in_words(other), ratio, spread, better))
     return rows
 
 
-def _compared(
-    words: str, unit: Callable[[Any], str], better: str, one: float | None, other: float | None, spread: float
-) -> Row:
-    ratio, side = None, ""
-    if one is not None and other is not None:
-        ratio = other / one if one else None
-        if better and abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)):
-            side = "second" if (other > one) == (better == "more") else "first"
-    return Row(words, unit(one), unit(other), ratio, spread, side)
-
-
-def _part_seconds(run: Figures) -> dict[str, float]:
-    """Return the seconds of each phase of each stage and block, for a row of the batch."""
-    size, found = run.profile.counts.get("micro_batch_size", 1), defaultdict[str, float](float)
-    for stage in run.stages:
-        spent = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()}
-        for phase, ns in {**spent, "update": stage.update / run._rows_of_step}.items():
+def _compared_values(found: Figures) -> dict[str, _Compared]:
+    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are those
+    of a row of the batch."""
+    of_steps, of_costs = found.step_spread, found.spread
+    totals, counts = [need.total for need in found.needs], found.profile.counts
+    size = counts.get("micro_batch_size", 1)  # rows
+    step = size * found.profile.facts.get("schedule_micro_batches", 1)  # of a replica
+    rows, apart = step * counts.get("groups", 1), found.step_apart and found.step_apart / step
+    values = {
+        "throughput": (found.samples_per_second, rate_text, of_steps),
+        "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
+        "a step, per row": (found.step_seconds and found.step_seconds / rows, seconds_text, of_steps),
+        "on separate devices, per row": (apart, seconds_text, of_costs),
+        "compilation": (found.compile_seconds, seconds_text, 0.0),
+        "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
+        "bubble, measured": (found.bubble_measured, share_text, 0.0),
+        "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
+        "these cores waited": (found.idle_here, share_text, 0.0),
+        "largest ipu": (max(totals, default=None), size_text, 0.0),
+        "all ipus": (sum(totals) if totals else None, size_text, 0.0),
+        "activations": (sum(need.activations or 0 for need in found.needs), size_text, 0.0),
+    }
+    for stage in found.stages:
+        times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()}
+        for phase, ns in {**times, "update": stage.update / step}.items():
             if ns:
-                found[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9
-    for row in run.groups["block"]:  # a block may be in several stages
+                values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text, of_costs
+    for row in found.groups["block"]:
         name = f"block {row['block']}, {PHASES[row['phase']]}, per row"
-        found[name] += row["ns"] / max(row["calls"], 1) / size / 1e9
-    return found
+        before = values[name][0] if name in values else 0.0  # of another stage
+        ns = row["ns"] / max(row["calls"], 1) / size
+        values[name] = (before or 0.0) + ns / 1e9, seconds_text, of_costs
+    return values
 
 
 def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """Return a comparison of two runs as a table for the terminal, with ✓ after the better figure."""
+    """Return a comparison of two runs as a table for the terminal, with `<` after the better figure."""
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         sides = {"first": row.first, "second": row.second}
-        cells = [text + " ✓" * (row.better == side) for side, text in sides.items()]
+        cells = [text + " <" * (row.better == side) for side, text in sides.items()]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
-    foot = "✓ is better; spread: between equal steps (a smaller difference says nothing)"
+    foot = "< is better; spread: between equal steps (a smaller difference says nothing)"
     return f"{table_text(lines)}\n{foot}\n"

@@ -18,22 +18,24 @@ from uuid import uuid4
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun
 from popengine.texts import counted, table_text
 
-from .analysis import FIGURES, Figures, compare_figures, comparison_text, fact_sentences, shown_figures
+from .analysis import Figures, compare_figures, comparison_text
 from .joined import load
 from .memory import bytes_curve, memory_table
 from .sentences import (
+    fact_sentences,
     instances_sentence,
     machine_sentence,
     plan_sentence,
     warning_sentences,
 )
-from .units import layout_text, seconds_text
+from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
     *("base", "lanes", "trace", "svg", "steer", "inspect"),
     *("memory", "operations", "diagram", "panels", "viewer"),
 ]
+_SINGLE = (bool, int, float, str, type(None))  # types of figures that are single values
 
 
 def find_profiles(path: Path) -> list[Path]:
@@ -116,18 +118,19 @@ def profile_entry(path: Path) -> dict[str, Any]:
 def page_data(found: Figures) -> dict[str, Any]:
     """Return what the page's scripts draw of a profile: the profile, the step on separate devices, sums over
     operations (see `analysis.operation_sums`), the memory curve of each ipu, and all other figures."""
-    parts = "stages", "usages", "device_usages", "schedules", "capacity", "capacity_of", "fits", "host"
-    figures = {
-        **{name: getattr(found, name) for name in (*FIGURES, *parts)},
-        "tiles": shown_figures(found, "tile"),
+    others = ("profile", "timed", "groups", "devices")
+    figures = {name: value for name, value in vars(found).items() if name not in others}
+    figures |= {
         "needs": [
             {**asdict(need), "name": f"ipu {need.ipu}", "always": need.always, "total": need.total}
             for need in found.needs
         ],
+        "facts": fact_sentences(found),
         "warnings": warning_sentences(found),
         "plan_says": plan_sentence(found.profile),
         "machine_says": machine_sentence(found),
         "instances_say": instances_sentence(found.profile),
+        "cores": cores_text(found.profile),
     }
     runs = found.devices.runs
     curves = {
@@ -196,14 +199,14 @@ class Report:
         return {path.parent.name: load(path) for path in find_profiles(self.folder)}
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each profile: "profile", its folder's name; each of `popvision.analysis.FIGURES`, by
-        name; and two lists of sentences: "facts" about stages, bubble and memory, and "warnings"."""
+        """Return a dictionary for each profile: "profile", its folder's name; the figures that are numbers or
+        texts; and two lists of sentences: "facts" about stages, bubble and memory, and "warnings"."""
         rows = []
         for label, profile in self._profiles().items():
             found = Figures(profile)
-            values = {name: getattr(found, name) for name in FIGURES}
-            texts = {"facts": fact_sentences(found), "warnings": warning_sentences(found)}
-            rows.append({"profile": label, **values, **texts})
+            plain = {name: value for name, value in vars(found).items() if isinstance(value, _SINGLE)}
+            facts = [*fact_sentences(found).values()]
+            rows.append({"profile": label, **plain, "facts": facts, "warnings": warning_sentences(found)})
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
@@ -232,8 +235,20 @@ def summary(profile: Profile) -> str:
     sentences = plan_sentence(profile), instances_sentence(profile), machine_sentence(found)
     lines += [f"  {said}" for said in sentences if said]
     if found.calls:
-        lines.append(f"  ran {counted(found.calls, 'call')}, {counted(found.steps, 'step')}")
-        lines.append(indent(table_text(shown_figures(found, "summary")), "  "))
+        passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
+        share = found.bubble_measured
+        measured = "" if share is None else f", {share_text(share)} {found.measured_where}"
+        lines += [
+            f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
+            f" {share_text(found.bubble_ideal)} ideal{measured}",
+            f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
+            f"                {seconds_text(found.step_seconds)} on {cores_text(profile)}, recorded;"
+            f" {seconds_text(found.step_here)} if no core had waited",
+            f"  ran           {counted(found.calls, 'call')}, {counted(found.steps, 'step')}",
+            f"  throughput    {rate_text(found.samples_per_second)} in calls,"
+            f" {rate_text(found.samples_per_second_overall)} with the time between them",
+            f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
+        ]
     elif profile.facts.get("failed_calls", 0):
         lines.append("  no call finished")
     else:
@@ -243,6 +258,10 @@ def summary(profile: Profile) -> str:
         for rows in (_stage_table(found), memory_table(found.needs))
         if len(rows) > 1
     ]
+    if found.capacity and found.needs:
+        verdict = "fits into" if found.fits else "DOES NOT FIT into"
+        lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
+    lines += [f"  {fact}" for fact in fact_sentences(found).values()] if found.calls else []
     lines += [f"  ! {warning}" for warning in warning_sentences(found)]
     return "\n".join(lines) + "\n"
 

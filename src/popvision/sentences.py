@@ -1,16 +1,52 @@
-"""Sentences about a profile: faults of its run, what disturbed it, and what it describes."""
+"""Sentences about a profile's figures: three facts about speed and memory, faults, and remarks."""
 
+import math
 from collections.abc import Iterator, Sequence
 
+from popengine.order import BUILT_IN, ORDERS
 from popengine.profile import Profile
 from popengine.texts import counted
 
 from .analysis import Figures
-from .times import whole_steps
-from .units import size_text
+from .times import ideal_bubble, whole_steps
+from .units import share_text, size_text
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
 _FREE = 0.95  # computations that had a core for at least this share of their time did not wait
+
+
+def fact_sentences(figures: Figures) -> dict[str, str]:
+    """Return three facts, of which none needs a simulation; those that are known.
+
+    "stages": the slowest stage; "bubble": the bubble by the schedule's formula, and how many micro-batches halve it;
+    "memory": the ipu that needs the most.
+    """
+    found = {}
+    if figures.slowest is not None and len(figures.stages) > 1:
+        slowest = figures.stages[figures.slowest].stage
+        found["stages"] = (
+            f"Stage {slowest} takes {figures.unevenness:.2f} times as long as the average stage."
+        )
+    if sentence := _bubble_sentence(figures.profile):
+        found["bubble"] = sentence
+    if len(figures.needs) > 1:
+        most = max(figures.needs, key=lambda need: need.total)
+        found["memory"] = f"ipu {most.ipu} needs the most memory, {size_text(most.total)}."
+    return found
+
+
+def _bubble_sentence(profile: Profile) -> str:
+    """Return the bubble of n equal stages and m micro-batches by its formula, and the change that makes it smaller."""
+    stages, count = len(profile.devices), profile.facts.get("schedule_micro_batches", 0)
+    if (share := ideal_bubble(profile)) is None or stages < 2:
+        return ""
+    ideal, mode = f"With equal stages the bubble is {share_text(share)}", profile.facts.get("mode")
+    if mode in BUILT_IN and not ORDERS[mode].overlaps:
+        return f"{ideal} for any number of micro-batches, because the stages work one after another."
+    if mode in BUILT_IN and math.isclose(share, (stages - 1) / (count + stages - 1)):
+        formula = f"(n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
+        return f"{ideal} = {formula}; {2 * count + stages - 1} micro-batches instead of {count} halve it."
+    return f"{ideal}."
 
 
 def warning_sentences(figures: Figures) -> list[str]:

@@ -37,21 +37,6 @@ def share_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def count_text(value: float | None) -> str:
-    """Return a whole number; "–" for None."""
-    return "–" if value is None else f"{value:,.0f}"
-
-
-def factor_text(value: float | None) -> str:
-    """Return a factor, such as "1.25"; "–" for None."""
-    return "–" if value is None else f"{value:.2f}"
-
-
-def stage_text(value: int | None) -> str:
-    """Return a stage, such as "stage 1"; "–" for None."""
-    return "–" if value is None else f"stage {value}"
-
-
 def layout_text(profile: Profile) -> str:
     """Return a text with the mode of a run (or plan) and its numbers of stages, ipus and replicas."""
     kind = "training" if profile.training else "inference"

@@ -11,11 +11,11 @@ from popengine.order import After
 from popengine.profile import HostEvent, Profile, TaskRun
 from popengine.table import Task
 from popvision import memory
-from popvision.analysis import FIGURES, Figures, compare_figures, cores_note, fact_sentences, shown_figures
+from popvision.analysis import Figures, compare_figures
 from popvision.chrome import chrome_trace
 from popvision.report import page_data, summary
-from popvision.sentences import machine_sentence, warning_sentences
-from popvision.units import cores_text, seconds_text, size_text
+from popvision.sentences import fact_sentences, machine_sentence, warning_sentences
+from popvision.units import cores_text, size_text
 from popvision.virtual import DeviceStep
 
 
@@ -61,13 +61,13 @@ def test_the_slowest_stage_is_named_with_its_time():
     assert found.slowest == 1
     assert [stage.phases["F"] for stage in found.stages] == [1 * MS, 5 * MS, 1 * MS]
     assert found.unevenness == pytest.approx(15 / 7)
-    assert fact_sentences(found)[0] == "Stage 1 takes 2.14 times as long as the average stage."
+    assert fact_sentences(found)["stages"] == "Stage 1 takes 2.14 times as long as the average stage."
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 3), (4, 8), (8, 16)])
 def test_as_many_micro_batches_as_a_report_says_halve_the_bubble(stages, micro_batches):
     found = Figures(simulated(stages, micro_batches))
-    sentence = fact_sentences(found)[1]
+    sentence = fact_sentences(found)["bubble"]
     more = int(re.search(r"; (\d+) micro-batches instead of (\d+) halve it\.", sentence)[1])
     assert more == 2 * micro_batches + stages - 1
     assert Figures(simulated(stages, more)).bubble_apart == pytest.approx(found.bubble_apart / 2)
@@ -75,7 +75,7 @@ def test_as_many_micro_batches_as_a_report_says_halve_the_bubble(stages, micro_b
 
 @pytest.mark.parametrize("micro_batches", [1, 8])
 def test_no_number_of_micro_batches_fills_stages_that_work_one_after_another(micro_batches):
-    sentence = fact_sentences(Figures(simulated(4, micro_batches, order="sharded")))[1]
+    sentence = fact_sentences(Figures(simulated(4, micro_batches, order="sharded")))["bubble"]
     assert sentence.startswith("With equal stages the bubble is 75.0% for any number of micro-batches")
 
 
@@ -84,8 +84,8 @@ def test_the_ipu_that_needs_the_most_memory_is_named():
     large = tuple(row._replace(weights=5 << 20) if row.ipu == 1 else row for row in profile.memory)
     found = Figures(replace(profile, memory=large))
     most = size_text(max(need.total for need in found.needs))
-    assert fact_sentences(found)[2] == f"ipu 1 needs the most memory, {most}."
-    assert fact_sentences(Figures(simulated(1, 4))) == []  # one stage, one ipu: nothing to compare
+    assert fact_sentences(found)["memory"] == f"ipu 1 needs the most memory, {most}."
+    assert fact_sentences(Figures(simulated(1, 4))) == {}  # one stage, one ipu: nothing to compare
 
 
 def test_cores_that_wait_are_told_and_so_are_cores_that_are_not_used():
@@ -214,43 +214,18 @@ def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
         Figures(known).bubble_apart,
     )
     assert unknown.devices.runs == Figures(known).devices.runs
-    assert "halve it" in fact_sentences(Figures(known))[1]
-    assert fact_sentences(unknown)[1] == "With equal stages the bubble is 25.0%."  # its formula is not known
-
-
-def test_the_time_of_a_step_on_these_cores_adds_up():
-    profile = simulated(2, 3, cores=2, steps=6)  # the cores wait for a quarter of a step
-    half = [run._replace(computed=(run.end - run.start) // 2) for run in profile.runs]
-    run = Figures(replace(profile, runs=tuple(half)))
-    assert run.idle_here == pytest.approx(1 / 4) and run.core_share == pytest.approx(1 / 2)
-    waited = 0.75 * 0.5  # of the rest of the step
-    assert cores_note(run) == (
-        f"On 2 of 64 cores: {seconds_text(run.step_seconds * (1 - waited))} without the waits for other programs and"
-        " Python's lock, which took 38%; no task was ready for 25.0%."
-    )
-
-
-def test_a_declared_figure_is_in_each_place_that_it_names():
-    run = Figures(simulated(2, 8))
-    places = {place for entry in FIGURES.values() for place in entry.shown}
-    assert places == {"tile", "summary", "compare"}
-    compared = [row.name for row in compare_figures(run, run)]
-    for name, entry in FIGURES.items():
-        value = getattr(run, name)
-        assert (entry.words in compared) == ("compare" in entry.shown)
-        for place in ("tile", "summary"):
-            row = (entry.words, entry.unit(value), entry.note(run) if value is not None else "")
-            assert (row in shown_figures(run, place)) == (place in entry.shown and value is not None)
+    assert "halve it" in fact_sentences(Figures(known))["bubble"]
+    assert (
+        fact_sentences(unknown)["bubble"] == "With equal stages the bubble is 25.0%."
+    )  # its formula is not known
 
 
 def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():
     small, large = Figures(simulated(2, 4, gap=MS)), Figures(simulated(2, 16, gap=MS))
     rows = {row.name: row for row in compare_figures(small, large)}
-    assert (
-        rows["step on these cores, per row"].better == ""
-    )  # one core runs both, and a micro-batch costs as much
-    assert rows["step on separate devices, per row"].better == "second"  # a smaller bubble
-    assert rows["step on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
+    assert rows["a step, per row"].better == ""  # one core runs both, and a micro-batch costs as much
+    assert rows["on separate devices, per row"].better == "second"  # a smaller bubble
+    assert rows["on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
 
 
 def test_a_third_phase_is_a_phase_like_the_others(tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -28,14 +27,11 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert main(["summary", str(report)]) == 0
     text = capsys.readouterr().out
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
-    lines = [re.split("  +", line.strip(), maxsplit=2) for line in text.split("inference: ")[0].splitlines()]
-    figures = {words: (value, *note) for words, value, *note in (line for line in lines if len(line) > 1)}
-    formula = "33.3% = (n - 1) / (m + n - 1) = 2 / 6; 10 micro-batches instead of 4 halve it."
-    bubble = f"Simulated. With equal stages the bubble is {formula}"
-    assert figures["bubble on separate devices"] == ("33.3%", bubble)
-    assert figures["step on separate devices"][0] == "12 ms"
-    assert figures["step on these cores"] == ("24 ms", "On 1 of 64 cores; no task was ready for 0.0%.")
-    assert figures["compilation"] == ("750 ms", "capture 500 ms, lower 250 ms")
+    assert "bubble        33.3% on separate devices, 33.3% ideal\n" in text
+    assert "33.3% = (n - 1) / (m + n - 1) = 2 / 6; 10 micro-batches instead of 4 halve it." in text
+    assert "a step        12 ms on separate devices, simulated\n" in text
+    assert "              24 ms on 1 of 64 cores, recorded; 24 ms if no core had waited" in text
+    assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
 
 
 def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
@@ -131,8 +127,8 @@ def test_compare_prints_both_runs_and_says_which_is_better(report, tmp_path, cap
     page = tmp_path / "both.html"
     assert main(["compare", str(report), str(tmp_path / "slow"), "--output", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    step = next(line for line in lines if line.startswith("step on these cores, per row"))
-    assert re.split("  +", step) == ["step on these cores, per row", "3 ms ✓", "6 ms", "2.00"]
+    step = next(line for line in lines if line.startswith("a step, per row"))
+    assert step.split() == ["a", "step,", "per", "row", "3", "ms", "<", "6", "ms", "2.00"]
     assert '"better":"first"' in page.read_text()
 
 
@@ -217,7 +213,7 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
         return compare_figures(Figures(first), Figures(second))
 
     def row(first, second):
-        return next(row for row in rows(first, second) if row.name == "step on these cores, per row")
+        return next(row for row in rows(first, second) if row.name == "a step, per row")
 
     assert row(profile, slower).better == "first"
     unsure = row(jittering(profile), jittering(slower))

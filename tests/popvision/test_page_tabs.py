@@ -41,10 +41,7 @@ def test_each_core_is_busy_for_what_it_does_not_wait(chromium, folder, raw):
         busy[run["core"]] += max(0, run["end"] - max(run["start"], steps[run["step"]][0]))
     length = sum(last - first for first, last in steps.values())
     shown = tiles(chromium, folder)
-    assert (
-        "With equal stages the bubble is 28.6% = (n - 1) / (m + n - 1) = 2 / 7;"
-        in shown["Bubble on separate devices"][1]
-    )
+    assert "With equal stages the bubble is 28.6% = (n - 1) / (m + n - 1) = 2 / 7;" in shown["Bubble"][1]
     chromium.open(folder / "report.html", "headline?on=cores")
     said = [float(text.split("%")[0]) for text in texts(chromium, ".number") if text.endswith("busy")]
     assert said == [pytest.approx(100 * busy[core] / length, abs=0.5) for core in sorted(busy)]

@@ -50,7 +50,7 @@ def test_a_notebooks_cell_shows_the_page(report, tmp_path):
     try:
         page.open(cell)
         text = page.value("document.querySelector('iframe').contentDocument.getElementById('main').innerText")
-        assert "Throughput" in text and "Step on separate devices" in text
+        assert "Throughput" in text and "A step on separate devices" in text
         assert page.faults == []
     finally:
         page.close()

@@ -4,8 +4,8 @@ function emptyCard(title, text) {
   return make("section", { class: "card empty" }, make("strong", {}, title), text);
 }
 
-function tile(label, value, note) {
-  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: "value" }, value), make("div", { class: "note" }, note));
+function tile(label, value, note, kind = "") {
+  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, value), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
 }
 
 function headlineView(entry, page) {
@@ -15,7 +15,14 @@ function headlineView(entry, page) {
     const failed = profile.facts.failed_calls;
     return make("div", {}, warnings, failed ? emptyCard("No call finished", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and never called."), passesCard(profile, figures));
   }
-  const tiles = make("div", { class: "tiles" }, figures.tiles.map(([words, value, note]) => tile(capital(words), value, note)));
+  const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
+  const tiles = make("div", { class: "tiles" },
+    tile("Bubble", units.share(figures.bubble_apart), [`of separate devices${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} ${figures.measured_where}`}.`, figures.facts.bubble]),
+    figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
+    figures.step_here === null ? null : tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_here * 1e9)} if no core had waited${figures.idle_here === null ? "" : `; idle for ${units.share(figures.idle_here)}`}`),
+    slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null,
+    tile("Memory", units.bytes(figures.wanted), [figures.fits === null ? "all ipus, at the most." : figures.fits ? `fits into ${units.bytes(figures.capacity)}.` : `does not fit into ${units.bytes(figures.capacity)}.`, figures.facts.memory], figures.fits === false ? "bad" : ""),
+    tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`));
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
   const texts = [["plan", figures.plan_says], ["instances", figures.instances_say], ["machine", figures.machine_says]].filter(([, text]) => text);
