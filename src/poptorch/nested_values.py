@@ -17,7 +17,7 @@ import functools
 import json
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -103,51 +103,44 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value`, depth first; those of a dictionary by sorted key."""
     if isinstance(value, torch.Tensor):  # first, since each call of a model comes here often
         return [value]
-    return [tensor for part in (parts_of(value) or {}).values() for tensor in tensors_of(part)]
+    return [tensor for part in (_parts_of(value) or {}).values() for tensor in tensors_of(part)]
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `spec_of`."""
-    for place, constant, part, is_named in iterate_parts(value, path):
+    for place, part, is_named in _iterate_parts(value, path):
         if part.constant is not None:
-            yield constant, place, is_named
+            yield part.constant.value, place, is_named
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
     """Return a copy of `value` whose tensors are replaced one by one, in the order of `tensors_of`.
     Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts."""
-    return map_parts(value, lambda part: next(replacements) if isinstance(part, torch.Tensor) else part)
-
-
-def map_parts(value: Any, change: Callable[[Any], Any], copied: tuple[type, ...] = ()) -> Any:
-    """Return a copy of `value` in which each part is `change(part)`: containers first, then the parts of those that are
-    unchanged. Containers of which no part changes are not copied, unless their class is one of `copied`."""
-    changed = change(value)
-    parts = parts_of(value) if changed is value else None
+    parts = _parts_of(value)
     if parts is None:
-        return changed
-    mapped = {key: map_parts(part, change, copied) for key, part in parts.items()}
-    is_same = type(value) not in copied and all(mapped[key] is part for key, part in parts.items())
-    return value if is_same else copy_with_parts(value, mapped)
+        return next(replacements) if isinstance(value, torch.Tensor) else value
+    if not tensors_of(value):
+        return value
+    return _copy_with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
 
 
 def spec_of(value: Any, path: str = "") -> Spec:
     """Return the classes, keys and constants of a nested value, by path (`name[0]`, `name["key"]`, `name.field`)."""
     if type(value) is torch.Tensor and torch.Tensor not in _parsers:
         return ((path, _TENSOR),)
-    return tuple((place, part) for place, _, part, _ in iterate_parts(value, path))
+    return tuple((place, part) for place, part, _ in _iterate_parts(value, path))
 
 
-def iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Any, Part, bool]]:
-    """Yield (path, value, `Part`, whether the path ends in a name) of a nested value and of all that it contains."""
-    if (parts := parts_of(value)) is not None:
-        yield path, value, Part(type(value), tuple(parts)), is_named
+def _iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Part, bool]]:
+    """Yield (path, part, whether the path ends in a name) of a nested value and of all that it contains."""
+    if (parts := _parts_of(value)) is not None:
+        yield path, Part(type(value), tuple(parts)), is_named
         for key, part in parts.items():
-            yield from iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
+            yield from _iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
     elif isinstance(value, torch.Tensor):
-        yield path, value, _TENSOR, is_named
+        yield path, _TENSOR, is_named
     else:
-        yield path, value, Part(type(value), constant=Constant(value)), is_named
+        yield path, Part(type(value), constant=Constant(value)), is_named
 
 
 @functools.cache
@@ -159,7 +152,7 @@ def path_step(container: type, key: Any) -> str:
     return f".{key}" if is_field else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
-def parts_of(value: Any) -> dict[Any, Any] | None:
+def _parts_of(value: Any) -> dict[Any, Any] | None:
     """Return a container's parts by key (sorted), field name or index; None if `value` is no container."""
     if (parser := _parsers.get(type(value))) is not None:
         return dict(enumerate(parser.yieldTensors(value)))
@@ -177,8 +170,8 @@ def parts_of(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other parts; `parts` has the keys of `parts_of(value)`."""
+def _copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container with other parts; `parts` has the keys of `_parts_of(value)`."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))
@@ -204,8 +197,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    if isinstance(one, float | complex):
-        return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not
     if isinstance(one, dict | UserDict):
         return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):

@@ -50,7 +50,6 @@ def capture(
     training: bool,
     device: str = "cpu",
     given: str = "",
-    beside: Callable[[], Any] = lambda: None,
 ) -> Graph:
     """Return one functional graph of `forward` and, in training, of its backward, with what forward has read.
 
@@ -61,11 +60,10 @@ def capture(
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
-        beside:   returns what the latest run of `forward` has yielded beside tensors, a value that compares by `==`
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-    record = partial(_record, module, forward, samples, fake, training, device, given, beside)
+    record = partial(_record, module, forward, samples, fake, training, device, given)
     with attributes_restored(module):
         found = first = record({})
         if first.changed or first.reshaped:
@@ -108,7 +106,6 @@ def _record(
     training: bool,
     device: str,
     given: str,
-    beside: Callable[[], Any],
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
@@ -158,7 +155,7 @@ def _record(
     ]
     trained = set(stand_ins.trained_parameters()) if training else set[str]()
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
-    graph = replace(graph, held=tuple(state.held), beside=beside())
+    graph = replace(graph, held=tuple(state.held))
     noted = noting.lines, noting.draws.lines, [*stand_ins.hooks, *noting.containers()]
     return _RecordedForward(graph, reads, changed, *noted, left, reshaped, made)
 
@@ -186,8 +183,7 @@ def _record_again(
         second = record(first.reshaped)
     except Exception as error:
         raise CaptureError(text) from error
-    is_same = fingerprint(first.graph) == fingerprint(second.graph, without=first.reshaped)
-    if second.reshaped or not is_same or first.graph.beside != second.graph.beside:
+    if second.reshaped or fingerprint(first.graph) != fingerprint(second.graph, without=first.reshaped):
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
     for read, owner, value in left:
