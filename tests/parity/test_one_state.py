@@ -20,7 +20,6 @@ REFUSED = {
     "a_weight_of_another_shape": r"second\.bias has the shape \[1\] now, and .* \[3\]",
     "a_weight_of_another_dtype": r"has the type torch\.float64 now, and .* torch\.float32",
     "a_weight_removed": r"the model has lost second\.bias",
-    "a_whole_model_frozen": r"no parameter",
     "a_group_added": r"the optimizer holds tensors that aren't parameters of the model",
 }
 # Ways to change a mode. Compilation fixes modes: a plain loop does the same if it keeps those of its first step.

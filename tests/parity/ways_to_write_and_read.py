@@ -619,13 +619,6 @@ def frozen_by_turns(loop: Loop) -> Any:
         loop.step()
 
 
-@way
-def a_whole_model_frozen(loop: Loop) -> Any:
-    loop.step()
-    loop.model.requires_grad_(False)
-    loop.step()
-
-
 def with_a_frozen_layer() -> nn.Module:
     model = Small()
     model.first.requires_grad_(False)
