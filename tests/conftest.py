@@ -23,6 +23,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
+@pytest.fixture
+def one_thread():
+    """Let plain PyTorch compute with one thread, as the ipus do. More threads add in another order."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the items beyond the budget of `make test` as slow."""

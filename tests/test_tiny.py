@@ -86,16 +86,11 @@ def instances():
         yield pool.submit(processes.run, of_an_instance, 2)
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """Three updates in plain PyTorch, with one thread as in an ipu: the model, and the losses."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def plain_training():
+    """Make three updates in plain PyTorch, and return the model and the losses."""
     model = Net()
     rule = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = [update(model, rule, *batch(seed)) for seed in range(3)]
-    torch.set_num_threads(threads)
-    return model, losses
+    return model, [update(model, rule, *batch(seed)) for seed in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +102,12 @@ def plain():
     ],
     ids=["pipelined", "zero bubble", "sharded"],
 )
-def test_a_pipeline_trains_as_plain_pytorch(plain, strategy):
+def test_a_pipeline_trains_as_plain_pytorch(one_thread, strategy):
     executor, model = trainer(options(strategy))
-    for seed, losses in enumerate(plain[1]):
+    twin, expected = plain_training()
+    for seed, losses in enumerate(expected):
         assert torch.equal(executor(*batch(seed)), losses)
-    assert equal(model, plain[0])
+    assert equal(model, twin)
 
 
 def test_two_updates_in_a_call_are_those_of_two_calls():

@@ -1,6 +1,7 @@
 """Examples are programs of several files: a test imports them as Python does when it runs one of them."""
 
 import contextlib
+import gzip
 import importlib
 import io
 import os
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,3 +47,20 @@ def printed(folder: str, name: str, *flags: object) -> str:
     finally:
         torch.set_num_threads(threads)
     return output.getvalue()
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """Write a file of MNIST's format, compressed if its name ends in .gz."""
+    data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def write_fashion(folder: Path, train: int, test: int) -> Path:
+    """Write so many images of Fashion-MNIST's size to train on and to test with; a class is a bright row."""
+    for part, count in (("train", train), ("t10k", test)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[np.arange(count), 2 * labels + 4] = 255
+        write_idx(folder / f"{part}-images-idx3-ubyte", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte", labels)
+    return folder

@@ -6,9 +6,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
-from programs import printed
+from programs import printed, write_fashion
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fashion_mnist_lightning"
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
@@ -16,16 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightnin
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Path:
-    """1,024 images to train on and 256 to test with; a class is a bright row."""
-    folder = tmp_path_factory.mktemp("fashion")
-    for part, count in (("train", 1024), ("t10k", 256)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.zeros((count, 28, 28), np.uint8)
-        images[np.arange(count), 2 * labels + 4] = 255
-        shape = np.array([count, 28, 28], ">i4").tobytes()
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + shape + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + shape[:4] + labels.tobytes())
-    return folder
+    return write_fashion(tmp_path_factory.mktemp("fashion"), 1024, 256)
 
 
 def run(program: str, *flags: str | Path) -> str:

@@ -1,6 +1,5 @@
 """The first example: its digits, its plain-PyTorch twin, the program itself and its benchmark."""
 
-import gzip
 import importlib.util
 import re
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import printed
+from programs import printed, write_idx
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, BENCHMARK = ROOT / "examples" / "mnist_pipeline", ROOT / "benchmarks" / "mnist_pipeline"
@@ -46,11 +45,6 @@ def data_dir(small_set, tmp_path_factory) -> Path:
     write_idx(folder / "t10k-images.idx3-ubyte.gz", test_images[:90])
     write_idx(folder / "t10k-labels.idx1-ubyte", test_labels[:90])
     return folder
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
 def run(program: Path, *flags: str) -> str:

@@ -4,10 +4,9 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from programs import printed
+from programs import printed, write_fashion
 
 import quick_python
 
@@ -22,15 +21,7 @@ SMALL += ["--learning-rate=0.05"]
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Path:
-    """64 images to train on and 27 to test with; a class is a bright row."""
-    folder = tmp_path_factory.mktemp("fashion")
-    for part, count in (("train", 64), ("t10k", 27)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.zeros((count, 28, 28), np.uint8)
-        images[np.arange(count), 2 * labels + 4] = 255
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(bytes(16) + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(bytes(8) + labels.tobytes())
-    return folder
+    return write_fashion(tmp_path_factory.mktemp("fashion"), 64, 27)
 
 
 def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):

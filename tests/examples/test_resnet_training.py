@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from programs import write_fashion
 from torch import nn
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_training"
@@ -32,16 +33,7 @@ def program(program):
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> Path:
-    """64 images to train on and 27 to test with; a class is a bright row."""
-    folder = tmp_path_factory.mktemp("fashion")
-    for part, count in (("train", 64), ("t10k", 27)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = np.zeros((count, 28, 28), np.uint8)
-        images[np.arange(count), 2 * labels + 4] = 255
-        shape = np.array([count, 28, 28], ">i4").tobytes()
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + shape + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + shape[:4] + labels.tobytes())
-    return folder
+    return write_fashion(tmp_path_factory.mktemp("fashion"), 64, 27)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def trained(strategy):
 def test_the_heavy_block_is_alone_and_the_bits_are_those_of_any_layout(caplog):
     with caplog.at_level(logging.INFO, logger="poptorch::python"):
         executor, losses, weights = trained(poptorch.PipelinedExecution(poptorch.AutoBalance(3)))
-    assert executor._executable.plan.partition.names == ("L0, L1, L2", "L3", "L4, L5, L6")
+    assert [names for _, _, names, _ in executor.plan.stages] == ["L0, L1, L2", "L3", "L4, L5, L6"]
     assert "AutoBalance placed 7 blocks" in caplog.text and "ipu 1:" in caplog.text
     blocks = [f"L{i}" for i in range(7)]
     _, same_losses, same_weights = trained(poptorch.PipelinedExecution(blocks))

@@ -104,8 +104,7 @@ def test_a_block_opened_twice_returns_to_its_stage():
     user = _model(OpensABlockTwice)
     executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
     executor(*OpensABlockTwice.data(16))
-    partition = executor._executable.plan.partition
-    assert partition.names == ("a", "b")
+    assert [names for _, _, names, _ in executor.plan.stages] == ["a", "b"]
     expected = plain(OpensABlockTwice, sgd, updates=6)
     assert _trained_as_marked(OpensABlockTwice, strategy).differs_from(expected) == []
 
@@ -152,7 +151,7 @@ def test_auto_increment_gives_each_block_a_stage_and_may_return_to_an_ipu():
     user = _model(EntersFourBlocks)
     executor = poptorch.trainingModel(user, options(strategy), sgd(user.parameters()))
     executor(*EntersFourBlocks.data(16))
-    assert executor._executable.plan.partition.ipus == (0, 1, 2, 0)
+    assert [ipu for _, ipu, _, _ in executor.plan.stages] == [0, 1, 2, 0]
     expected = plain(EntersFourBlocks, sgd, updates=6)
     assert _trained_as_marked(EntersFourBlocks, strategy).differs_from(expected) == []
 
@@ -336,7 +335,7 @@ def test_two_stages_of_a_network_that_is_evaluated_twice_need_three_micro_batche
     own.Training.gradientAccumulation(3)
     executor = poptorch.trainingModel(user, own, sgd(user.parameters()))
     executor(*model.data(12))
-    assert executor._executable.plan.partition.ipus == (0, 1)
+    assert [ipu for _, ipu, _, _ in executor.plan.stages] == [0, 1]
     own = own.clone()
     own.Training.gradientAccumulation(2)
     user = _model(model)

@@ -1,8 +1,6 @@
 """What public programs do beside the ordinary, each corner in a few lines."""
 
 import ctypes
-import logging
-import math
 import warnings
 
 import pytest
@@ -32,14 +30,6 @@ def test_enums_of_popart_are_passed_as_integers():
     opts._Popart.setPatterns({"TiedGather": True, "UpdateInplacePrioritiesForIpu": True})
     opts.enableSyntheticData(int(popart.SyntheticDataMode.RandomNormal))
     assert inference(lambda x: x * 2, torch.zeros(2), opts=opts).shape == (2,)
-
-
-def test_options_are_read_back_in_snake_case():
-    opts = options(iterations=3, accumulation=2, replicas=4)
-    assert (opts.device_iterations, opts.replication_factor) == (3, 4)
-    assert opts.Training.gradient_accumulation == 2
-    assert opts.outputMode(poptorch.OutputMode.All).toDict()["replication_factor"] == 4
-    assert (opts.Distributed.processId, opts.Distributed.num_distributed_processes) == (0, 1)
 
 
 def test_a_compiled_library_of_custom_operations_may_be_loaded():
@@ -114,15 +104,6 @@ def test_a_model_may_have_no_inputs():
     assert model.weight.tolist() == [0.25] * 3
 
 
-def test_half_weights_train_with_adamw_for_more_than_ten_steps():
-    torch.manual_seed(0)
-    model = Trained().half()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2, loss_scaling=128.0, accum_type=torch.float16)
-    executor = poptorch.trainingModel(model, options(), optimizer)
-    losses = [executor(*(value.half() for value in batch()))[1].item() for _ in range(20)]
-    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-
-
 def test_many_workers_are_too_many_for_a_small_machine(caplog, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert poptorch.DataLoader(options(), [1, 2], num_workers=64).num_workers == 2
@@ -141,26 +122,6 @@ def test_a_profile_is_asked_for_by_engine_options(tmp_path, monkeypatch):
     executor(*batch())
     executor.destroy()
     assert (tmp_path / "training" / "profile.pop").exists()
-
-
-def test_schedulers_work_and_count_once_they_are_set(caplog):
-    caplog.set_level(logging.WARNING)
-    model = Trained()
-    optimizer = optim.SGD(model.parameters(), lr=1.0)
-    executor = poptorch.trainingModel(model, options(), optimizer)
-    optimizer._step_count = 1
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
-    executor(*batch())
-    optimizer.step()
-    scheduler.step()
-    before = model.layer.weight.detach().clone()
-    executor(*batch())
-    assert not torch.equal(model.layer.weight, before)
-    before = model.layer.weight.detach().clone()
-    executor.setOptimizer(optimizer)
-    executor(*batch())
-    assert torch.equal(model.layer.weight, before)
-    assert caplog.text.count("initial_lr") == 1, "PopTorch warns of it, once"
 
 
 def test_a_scheduler_may_step_after_a_call_without_a_warning():

@@ -3,13 +3,8 @@
 import logging
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def quiet(one_thread, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
-    yield
-    torch.set_num_threads(threads)

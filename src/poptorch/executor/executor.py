@@ -253,6 +253,12 @@ class PoplarExecutor:
         return self._wrapped.options
 
     @property
+    def plan_count(self) -> int:
+        """Return the number of plans that the executor holds: one for each combination of shapes and of the values that
+        forward reads, if they change its graph. 0 before compilation."""
+        return len(self._plans.loaded)
+
+    @property
     def plan(self) -> Overview:
         """Return an overview of the compiled model: stages, ipus, parameters, transfers, schedule and code.
 

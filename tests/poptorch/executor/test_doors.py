@@ -14,14 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "hugging_face.md"
 STEPS, ACCUMULATION, ROWS = 4, 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def documented(by_labels=False):

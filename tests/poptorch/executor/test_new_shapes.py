@@ -14,14 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 import poptorch
 from popengine import profile
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Bits depend on the number of threads within an operation, of which steps of few micro-batches have more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
@@ -89,6 +82,15 @@ def assert_equal(model, twin, exact=True):
         assert torch.equal(value, other) if exact else torch.allclose(value, other, atol=1e-6), name
 
 
+@pytest.fixture
+def compilations():
+    """An item for each compilation in the test."""
+    found = []
+    handle = poptorch.registerPreCompileHook(lambda: found.append(1))
+    yield found
+    handle.remove()
+
+
 STRATEGIES = {
     "sharded": poptorch.ShardedExecution,
     "pipelined": poptorch.PipelinedExecution,
@@ -121,17 +123,14 @@ def test_an_optional_argument_may_be_left_out_and_its_weights_then_rest():
     assert_equal(model, twin)
 
 
-def test_a_shape_that_returns_is_not_compiled_again(caplog):
+def test_a_shape_that_returns_is_not_compiled_again(caplog, compilations):
     poptorch.setLogLevel("INFO")
-    calls = []
-    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
     with caplog.at_level(logging.INFO):
         trainer = poptorch.trainingModel(Model(), options())
         for length in (3, 4, 5, 3, 4, 5):
             trainer(*batch(4, length))
-    handle.remove()
     poptorch.setLogLevel("WARN")
-    assert len(calls) == 3
+    assert len(compilations) == 3
     lines = [record.message for record in caplog.records if record.message.startswith("plan ")]
     assert [line.split(", took")[0] for line in lines] == [
         "plan 2, for inputs [4, 4, 6], [4]",
@@ -139,24 +138,18 @@ def test_a_shape_that_returns_is_not_compiled_again(caplog):
     ]
 
 
-def test_the_plan_used_longest_ago_is_dropped():
-    calls = []
-    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+def test_the_plan_used_longest_ago_is_dropped(compilations):
     trainer = poptorch.trainingModel(Model(), options(plans=2))
     for length in (3, 4, 3, 5, 3, 4):
         trainer(*batch(4, length))
-    handle.remove()
-    assert len(calls) == 4, "3, 4, 5, and 4 once more"
+    assert len(compilations) == 4, "3, 4, 5, and 4 once more"
 
 
-def test_the_plans_used_last_are_kept_also_those_of_incomplete_batches():
-    calls = []
-    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+def test_the_plans_used_last_are_kept_also_those_of_incomplete_batches(compilations):
     trainer = poptorch.trainingModel(Model(), options(plans=2, replicationFactor=2))
     for rows in (8, 3, 2, 3):
         trainer(*batch(rows))
-    handle.remove()
-    assert len(calls) == 3, "of 8, 3 and 2 rows"
+    assert len(compilations) == 3, "of 8, 3 and 2 rows"
 
 
 def test_other_types_are_still_refused_and_a_constant_that_matters_has_a_plan_of_its_own():
@@ -210,16 +203,13 @@ def test_weights_and_optimizer_state_move_with_the_plans():
     assert torch.equal(states[0][0]["exp_avg"], states[1][0]["exp_avg"])
 
 
-def test_a_plan_can_be_compiled_ahead_of_its_first_call():
-    calls = []
-    handle = poptorch.registerPreCompileHook(lambda: calls.append(1))
+def test_a_plan_can_be_compiled_ahead_of_its_first_call(compilations):
     executor = poptorch.inferenceModel(nn.Linear(3, 2), options(deviceIterations=2))
     for rows in (4, 3):
         executor.compile(torch.ones(rows, 3))
-    compiled = len(calls)
+    compiled = len(compilations)
     assert [len(executor(torch.ones(rows, 3))) for rows in (3, 4)] == [3, 4]
-    handle.remove()
-    assert len(calls) == compiled == 2, "of two rows and of one"
+    assert len(compilations) == compiled == 2, "of two rows and of one"
 
 
 # ---- incomplete batches ----------------------------------------------------------------------------------

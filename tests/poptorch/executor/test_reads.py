@@ -329,7 +329,7 @@ def test_a_value_that_forward_reads_and_that_changes_counts_at_the_next_call(nam
         assert torch.equal(executor(X), expected)
     CHANGED.undo()
     is_bound = name in ("plain tensor, filled", "plain tensor, replaced", "tensor in a list")
-    assert len(executor._plans.loaded) == (1 if is_bound else 2)
+    assert executor.plan_count == (1 if is_bound else 2)
     assert recorded == 1
     assert warnings(caplog) == []
 
@@ -360,7 +360,7 @@ def test_a_value_that_does_not_change_the_graph_is_not_compiled_for(caplog):
     with caplog.at_level("INFO", "poptorch::python"):
         for model.epoch in (0, 1, 2, 6, 7, 1):
             assert torch.equal(executor(X), model(X).detach())
-    assert len(executor._plans.loaded) == 2
+    assert executor.plan_count == 2
     assert "recorded again, with an equal graph: epoch is 1, and was 0" in caplog.messages
     assert any("for epoch is 6, and was 2" in message for message in caplog.messages)
 
@@ -805,7 +805,7 @@ def test_an_argument_that_forward_does_not_read_may_change(name, caplog):
     finally:
         handle.remove()
     assert len(captures) == 2
-    assert len(executor._plans.loaded) == 1
+    assert executor.plan_count == 1
 
 
 def test_an_argument_that_matters_is_refused_or_has_a_plan_of_its_own():
@@ -817,7 +817,7 @@ def test_an_argument_that_matters_is_refused_or_has_a_plan_of_its_own():
     executor = poptorch.inferenceModel(Named(), options().allowNewShapes())
     for power in (1, 2, 1, 3, 2):
         assert torch.equal(executor({"x": X}, power=power), X**power)
-    assert len(executor._plans.loaded) == 3
+    assert executor.plan_count == 3
 
 
 def test_an_array_that_changes_is_told_to_be_a_tensor():
