@@ -3,7 +3,10 @@
 import difflib
 import functools
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,6 +75,13 @@ def hide_internal_frames(error: BaseException | None) -> None:
         error.__traceback__ = kept
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def user_line(error: BaseException | None = None) -> str:
+    """Return `file:line` of the innermost frame, of an error or of this call, that is neither Pando's nor torch's."""
+    raised = [] if error is None else [*traceback.walk_tb(error.__traceback__)]
+    frames = chain(reversed(raised), traceback.walk_stack(sys._getframe(1)))
+    return next((f"{f.f_code.co_filename}:{line}" for f, line in frames if _is_users_frame(f)), "?")
 
 
 def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]:

@@ -154,6 +154,11 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()  # old
 
 
+def process_groups() -> list[Any]:
+    """Return all process groups of torch.distributed that this process belongs to."""
+    return list(distributed_c10d._world.pg_map)  # 2.0
+
+
 # ---- torch.compile and inductor, which are slow to import ----------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import functools
 import json
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -141,6 +141,18 @@ def _iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tu
         yield path, _TENSOR, is_named
     else:
         yield path, Part(type(value), constant=Constant(value)), is_named
+
+
+def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return positional and keyword arguments of a call from a tensor, a tuple or list, or a dictionary."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return batch if isinstance(batch, tuple | list) else (batch,), {}
+
+
+def loss_field(returned: Any) -> Any:
+    """Return the key or attribute "loss" of what forward returned; None if it has neither."""
+    return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from popengine.compile.recording.current_capture import Capture, is_traced
 from popengine.compile.recording.graph_recorder import sources_of
 from popengine.errors import CaptureError
 from poptorch.logs import logger
-from poptorch.nested_values import tensors_of
+from poptorch.nested_values import loss_field, tensors_of
 from poptorch.options import Options
 
 
@@ -43,11 +43,6 @@ def choose_loss(returned: Any, capture: Capture, options: Options) -> None:
         chosen = _find_output_to_train(returned, capture)
     if chosen is not None:
         capture.choose_loss(chosen, origin)
-
-
-def loss_field(returned: Any) -> Any:
-    """Return the key or attribute "loss" of what forward returned; None if it has neither."""
-    return returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
 
 
 def _losses_without_metrics(returned: Any, capture: Capture) -> list[tuple[Tensor, str]]:

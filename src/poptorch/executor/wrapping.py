@@ -1,7 +1,7 @@
 """Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..compiling.compilation_log import Overview
 from ..compiling.executable import compile_model
 from ..compiling.runs import Run
 from ..logs import logger
+from ..nested_values import arguments_of
 from ..options import Options
 from ..options.freeze_options import resolve_options
 from . import executable_file, wrapped_model
@@ -151,13 +152,6 @@ def describe(
     with _compile_arguments(model, options, batch, training) as program:
         compiled = compile_model(*program, is_plan_only=True)
         return Overview(compiled.plan, compiled.settings, compiled.graph)
-
-
-def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return positional and keyword arguments of a call from a tensor, a tuple or list, or a dictionary."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return batch if isinstance(batch, tuple | list) else (batch,), {}
 
 
 @contextlib.contextmanager

@@ -283,7 +283,9 @@ def unexpected_names(
 def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise Error if the optimizer has hooks of `step()`, which executors never call; allow torch's own."""
     for hook in chain.from_iterable(hooks.values() for hooks in step_hooks(optimizer)):
-        if not str(getattr(hook, "__module__", "")).startswith("torch."):  # torch's profiler has one
+        if not str(getattr(hook, "__module__", "")).startswith(
+            ("torch.", "poptorch.")
+        ):  # a profiler, compare
             raise Error(
                 f"the optimizer's step hook {getattr(hook, '__qualname__', hook)} would never be called\n"
                 "  why: the executor updates the weights inside of its calls, and not by the optimizer's step()\n"

@@ -1,0 +1,95 @@
+"""How a tensor of a loop differs from plain PyTorch's, as text: equal, by rounding, by a factor, or at an element."""
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20  # elements that are compared at once: large tensors need no large copies in float64
+_HALF = (
+    torch.bfloat16,
+    torch.float16,
+)  # coarsest first: most rounded values of the first are values of the second
+
+
+def rounding_bound(largest: float, dtype: torch.dtype) -> float:
+    """Return the largest error that counts as rounding, among values of this dtype up to `largest`."""
+    return (8 if dtype in _HALF else 64) * torch.finfo(dtype).eps * largest
+
+
+def is_rounding(verdict: str) -> bool:
+    """Return whether a result of `describe_difference` is "equal", "none" or a rounding error of the tensor's dtype."""
+    return verdict in ("equal", "none") or verdict.startswith("rounding, ")
+
+
+def describe_difference(
+    found: Tensor | None, plain: Tensor | None, scale: float = 0.0, allowed: Tensor | None = None
+) -> str:
+    """Return how a tensor differs from plain PyTorch's: "equal", "rounding, 2e-07", "rounding of bfloat16, 3e-03",
+    "1/4 of plain", "at [0, 0]: 0.1, plain 0.2", "missing", "plain has none", or "none" if both are None.
+
+    Args:
+        scale:   magnitude that rounding errors are relative to, if no value of `plain` is larger
+        allowed: error of each element that counts as rounding, in addition
+    """
+    if found is None or plain is None:
+        return "none" if found is plain else "missing" if found is None else "plain has none"
+    if found.shape != plain.shape:
+        return f"shape {list(found.shape)}, plain {list(plain.shape)}"
+    if found.dtype == plain.dtype and torch.equal(found, plain):
+        return "equal"
+    largest = _largest(there.abs() for _, there in _chunks(found, plain))
+    scale = max(scale, largest)
+    bound = rounding_bound(scale, plain.dtype)
+    error = _largest((here - there).abs() for here, there in _chunks(found, plain))
+    first = _first_above(bound, found, plain, allowed)
+    if first is None:
+        return f"rounding, {error / scale if scale else error:.0e}"
+    factor = factor_between([(here, there) for here, there in _chunks(found, plain)])
+    if factor and _largest((h - factor * t).abs() for h, t in _chunks(found, plain)) <= bound * abs(factor):
+        return format_factor(factor)
+    for kind in _HALF if plain.dtype not in _HALF else ():
+        if error <= rounding_bound(largest, kind) and torch.equal(found, found.to(kind).to(found.dtype)):
+            return f"rounding of {str(kind).removeprefix('torch.')}, {error / scale:.0e}"
+    index = [int(value) for value in torch.unravel_index(torch.tensor(first), found.shape)]
+    values = f"{float(found[tuple(index)]):.4g}, plain {float(plain[tuple(index)]):.4g}"
+    return f"at {index}: {values}" if index else values
+
+
+def factor_between(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the factor k for which the difference of `found` and k * `plain` is least; pairs are (found, plain)."""
+    product = square = 0.0
+    for found, plain in pairs:
+        product += float(found.dot(plain))
+        square += float(plain.dot(plain))
+    return product / square if square else 0.0
+
+
+def format_factor(factor: float) -> str:
+    """Return a factor between gradients as text: "1/4 of plain", "12 times plain", "0.7 times plain"."""
+    ratio = Fraction(factor).limit_denominator(1 << 16)
+    if ratio.denominator > 1 and ratio.numerator == 1:
+        return f"{ratio} of plain"
+    return f"{ratio if ratio.denominator == 1 else format(factor, '.4g')} times plain"
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the elements of tensors of one shape, in float64, some at once."""
+    for parts in zip(*(tensor.detach().reshape(-1).split(_CHUNK) for tensor in tensors), strict=True):
+        yield tuple(part.double() for part in parts)
+
+
+def _largest(parts: Iterable[Tensor]) -> float:
+    """Return the largest value; NaN, if one is NaN."""
+    return float(torch.stack([part.max() for part in parts]).max())
+
+
+def _first_above(bound: float, found: Tensor, plain: Tensor, allowed: Tensor | None) -> int | None:
+    """Return the index, in the flattened tensors, of the first error above the bound; None if there is none."""
+    extra = allowed if allowed is not None else torch.zeros(()).expand(plain.shape)
+    for turn, (here, there, more) in enumerate(_chunks(found, plain, extra)):
+        wrong = ~((here - there).abs() <= bound + more)
+        if wrong.any():
+            return turn * _CHUNK + int(wrong.nonzero()[0])
+    return None

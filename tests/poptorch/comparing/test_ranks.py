@@ -1,0 +1,128 @@
+"""compare names the faults of loops on several ranks, and calls no right loop wrong (the loops are in `loops.py`)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loops import FAULTS, LOOPS, ON_FOUR
+
+FOLDER = Path(__file__).parent
+
+
+def launch(ranks, program, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*command, str(program), *arguments], capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """What `compare` returned for each loop, from one launch of two ranks and one of four."""
+    found = {}
+    for ranks in (2, 4):
+        path = tmp_path_factory.mktemp("loops") / f"{ranks}.json"
+        done = launch(ranks, FOLDER / "loops.py", str(path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        found |= json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS | ON_FOUR if name not in FAULTS])
+def test_a_right_loop_is_called_right(name, results):
+    assert results[name]["equal"] and results[name]["conclusion"] in ("all equal", "all equal up to rounding")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name, results):
+    assert FAULTS[name] in results[name]["conclusion"]
+    assert not results[name]["equal"]
+
+
+def test_all_ranks_return_the_same_comparison_and_rank_0_prints_it(results):
+    for of_loop in results.values():
+        (text, printed), *others = of_loop["printed"]
+        assert printed == text + "\n" and others == [[text, ""]] * len(others)
+
+
+def test_the_table_shows_the_ranks_of_a_fault(results):
+    rows = {name: row for name, *row in results["pipeline stepped on one stage"]["rows"]}
+    assert rows["layers.0.0.weight"] == ["equal", "equal"]
+    assert rows["last.weight"][0] == "equal" and rows["last.weight"][1].startswith("at [0, 0]: ")
+    gradient, _ = {name: row for name, *row in results["pipeline tied, not summed"]["rows"]}["embed.weight"]
+    assert gradient.startswith("rank 0: at [0, 0]: ") and "; rank 1: at [0, 0]: " in gradient
+
+
+FAILING = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from poptorch import Error
+from poptorch.testing import compare
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=240))
+rank = dist.get_rank()
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def fails(model, optimizer, batch):
+    if rank == 1:
+        raise ValueError("no rows")  # the line
+    dist.all_reduce(torch.ones(1))
+
+def ends(model, optimizer, batch):
+    if rank == 1:
+        sys.exit()
+    dist.all_reduce(torch.ones(1))
+
+def attempt(*arguments, **keywords):
+    try:
+        compare(*arguments, **keywords)
+    except Error as error:
+        with open(f"{sys.argv[1]}/{rank}", "a") as file:
+            print(error.message.replace("\\n", " | "), file=file)
+
+torch.manual_seed(0)
+net, rows = Net(4, 4), torch.randn(8, 4)
+attempt(net, rows, None, update=fails)
+attempt(net, None, rows, update=fails, micro_batches=2 + 2 * rank)
+attempt(net, None, rows, torch.optim.SGD(net.parameters(), lr=1.0 + rank), update=fails)
+attempt(torch.nn.Linear(4, 4), None, rows, update=fails)
+attempt(net, None, rows, update={loop})
+os._exit(0)  # the connections are closed
+"""
+
+
+@pytest.fixture(scope="session")
+def errors(tmp_path_factory):
+    """The errors on each rank, line by line, of two launches."""
+    found = {}
+    for loop in ("fails", "ends"):
+        folder = tmp_path_factory.mktemp(loop)
+        (folder / "program.py").write_text(FAILING.replace("{loop}", loop))
+        launch(2, folder / "program.py", str(folder))
+        found[loop] = [path.read_text().splitlines() for path in sorted(folder.glob("[01]"))]
+    return found
+
+
+def test_a_rank_that_raises_is_an_error_on_all_ranks_with_its_line(errors):
+    first, second = (lines[-1] for lines in errors["fails"])
+    assert first == second and first.startswith("compare: rank 1: ValueError: no rows |   at ")
+    assert "program.py:16 | rank 0: RuntimeError: " in first
+
+
+def test_a_rank_that_leaves_is_an_error_on_the_others(errors):
+    assert (
+        errors["ends"][0][-1].startswith("compare: rank 1: SystemExit: ")
+        and "program.py:21" in errors["ends"][0][-1]
+    )
+
+
+def test_other_arguments_or_types_are_an_error_on_all_ranks(errors):
+    one, other = (lines[:4] for lines in errors["fails"])
+    assert one == other and len(one) == 4
+    assert "ranks 0 and 1: options is of type Tensor, and must be a poptorch.Options or None" in one[0]
+    assert "rank 1 passes another argument than rank 0: the number of micro-batches" in one[1]
+    assert "rank 1 passes another argument than rank 0: the optimizer" in one[2] and "'lr': 2.0" in one[2]
+    assert one[3].startswith("compare: rank 0: forward returns no loss")
