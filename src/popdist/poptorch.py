@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import poptorch
-from popengine.environment import PARTS, TOTAL, read_launch
+from popengine.environment import LOCAL, LOCAL_INSTANCE, OFFSET, TOTAL, read_launch
 from poptorch.options import Distributed
 
 __all__ = ["Options"]
@@ -38,12 +38,18 @@ class Options(poptorch.Options):
 
     Args:
         ipus_per_replica:      ipus that a replica of the model uses; by default poprun's --ipus-per-replica
-        instances_per_replica: processes that run one replica, each with some of its ipus, for launchers other than
-            poprun, which knows this number
-    Raises: RuntimeError, if there are several processes, and a number is not poprun's or does not divide the others
+        instances_per_replica: processes that run one replica, each with some of its ipus; by default 1, or by poprun
+        total_replicas:        replicas in all processes together, which share them evenly; by default one for each
+            process, or poprun's --num-replicas. With it a run has the same bits in any number of processes
+    Raises: RuntimeError, if a number is not poprun's or does not divide the others
     """
 
-    def __init__(self, ipus_per_replica: int | None = None, instances_per_replica: int | None = None) -> None:
+    def __init__(
+        self,
+        ipus_per_replica: int | None = None,
+        instances_per_replica: int | None = None,
+        total_replicas: int | None = None,
+    ) -> None:
         super().__init__()
         launch = read_launch()
         declared = launch.ipus_per_replica
@@ -53,18 +59,30 @@ class Options(poptorch.Options):
                 f"the model uses {ipus} ipus a replica, but poprun was told {declared}\n"
                 f"  fix: poprun --ipus-per-replica {ipus}"
             )
-        known = launch.instances_per_replica
-        several = instances_per_replica or known
-        is_fixed = TOTAL in os.environ or known > 1  # poprun, or earlier options, have set it
-        if (is_fixed and several != known) or launch.instances % several or ipus % several:
+        is_fixed = TOTAL in os.environ  # poprun, or earlier options, have set it
+        parts = launch.instances_per_replica if instances_per_replica is None else instances_per_replica
+        total = total_replicas
+        if total is None:
+            total = launch.total_replicas if is_fixed else launch.instances // max(parts, 1)
+        is_possible = min(parts, total) > 0 and ipus % parts == 0 and total * parts % launch.instances == 0
+        is_possible = is_possible and (parts == 1 or total * parts == launch.instances)
+        is_changed = (total, parts) != (launch.total_replicas, launch.instances_per_replica)
+        if not is_possible or (is_fixed and is_changed):
+            fixed = f"; poprun, or earlier options, have set {launch.total_replicas} replicas" * is_fixed
             raise RuntimeError(
-                f"{several} instances can't run a replica of {ipus} ipus together, with {launch.instances} instances"
-                f" in all, and {known} for each replica by the launcher\n"
-                "  fix: ipus_per_replica and the number of processes must be multiples of instances_per_replica;"
-                " poprun --num-instances N --num-replicas R makes it N / R"
+                f"{launch.instances} processes can't run {total} replicas of {ipus} ipus, with {parts} processes for"
+                f" each replica{fixed}\n"
+                "  fix: total_replicas must be a multiple of the number of processes; or, with instances_per_replica,"
+                " this number must divide ipus_per_replica and the number of processes; poprun has options for both"
             )
-        if several != known:  # another launcher than poprun started the processes
-            os.environ[PARTS] = str(several)
+        if is_changed:
+            os.environ |= {
+                TOTAL: str(total),
+                LOCAL: str(total * parts // launch.instances),
+                OFFSET: str(launch.instance * total // launch.instances),
+                LOCAL_INSTANCE: str(launch.local_instance),
+            }
+            launch = read_launch()
         distributed = _FixedDistributed().rowsByReplica(True)
         vars(self).update(_ipus_per_replica=ipus, Distributed=distributed)
         self.set(replication_factor=launch.local_replicas)

@@ -1,7 +1,8 @@
 """The launchers' environment variables as a value: the number of replicas, and the share of this process.
 
 `poprun` writes these variables; `popdist` and `poptorch` read them. A process of mpirun, torchrun or srun is
-an instance with one replica. This file imports the standard library only, for launchers without torch.
+an instance with one replica, unless `popdist.poptorch.Options` sets the variables of another division. This file
+imports the standard library only, for launchers without torch.
 """
 
 import os
@@ -18,7 +19,6 @@ IPUS = "POPDIST_NUM_IPUS_PER_REPLICA"
 OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
-PARTS = "POPDIST_NUM_INSTANCES_PER_REPLICA"  # with launchers other than poprun; `popdist.poptorch.Options` sets it
 
 # Set for each poprun if there are several, one per node.
 NUM_NODES = "POPRUN_NUM_NODES"
@@ -115,21 +115,19 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         if names is None:
             return Launch()
         size, rank = read_integer(environment, names[0]), read_integer(environment, names[1])
-        local = read_integer(environment, names[2], 0)
-        parts = read_integer(environment, PARTS, 1)
-        return Launch(size // parts, 1, 1, rank // parts, local, size, rank)
+        return Launch(size, 1, 1, rank, read_integer(environment, names[2], 0), size, rank)
     total, local = read_integer(environment, TOTAL), read_integer(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset = read_integer(environment, OFFSET, 0)
+    offset, names = read_integer(environment, OFFSET, 0), _other_launcher_names(environment) or MPI
     return Launch(
         total_replicas=total,
         local_replicas=local,
         ipus_per_replica=read_integer(environment, IPUS, 1),
         replica_offset=offset,
         local_instance=read_integer(environment, LOCAL_INSTANCE, 0),
-        instances=read_integer(environment, MPI[0], total // local),
-        instance=read_integer(environment, MPI[1], offset // local),
+        instances=read_integer(environment, names[0], total // local),
+        instance=read_integer(environment, names[1], offset // local),
     )
 
 

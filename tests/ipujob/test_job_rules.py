@@ -202,6 +202,33 @@ def test_a_file_that_is_not_there_and_standard_input(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("-:1: kind Pod isn't an IPUJob")
 
 
+NUMBERS = [  # path in spec, the least and the greatest valid value
+    ("jobInstances", 0, 1000),
+    ("ipusPerJobInstance", 1, 9999),
+    ("modelReplicasPerWorker", 1, 9999),
+    ("workersPerJobInstance", 1, 999),
+    ("interactive.ttl", 1, 2**31 - 1),
+    ("restartPolicy.backOffLimit", 0, 2**31 - 1),
+    ("workers.replicas", 1, 999),
+    ("workers.template.spec.terminationGracePeriodSeconds", 0, 2**31 - 1),
+]
+
+
+@pytest.mark.parametrize(("path", "least", "most"), NUMBERS)
+def test_each_number_of_a_job_has_bounds(path, least, most):
+    def is_refused(number):
+        value = job(restartPolicy={"type": "OnFailure"}, interactive={"ttl": 1})
+        *outer, name = path.split(".")
+        place = value["spec"]
+        for key in outer:
+            place = place[key]
+        place[name] = number
+        messages = [fault.message for fault in parse(value, "cpu", ())[1] if fault.path == f"spec.{path}"]
+        return any("must be within" in text or "must be a whole number" in text for text in messages)
+
+    assert [is_refused(number) for number in (least - 1, least, most, most + 1)] == [True, False, False, True]
+
+
 def places(value, place=()):
     yield place
     for key, item in (

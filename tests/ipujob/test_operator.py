@@ -7,6 +7,7 @@ import pytest
 from jobs import job
 from pretend import RUNS, Pretend, attempt
 
+from ipujob.cli import main
 from ipujob.client import Refused, Unreachable
 from ipujob.operator import Operator, read_image_replacements
 
@@ -178,6 +179,26 @@ def test_two_hundred_jobs_of_four_workers_take_a_few_requests_each():
     assert set(ends(cluster).values()) == {("Completed", 0)} and len(ends(cluster)) == 200
     writes = sum(call != "list" for call, *_ in cluster.calls)
     assert writes <= 200 * 10  # 4 pods, a Service and its end, three states, an event
+
+
+def test_the_newest_five_events_of_a_job_are_shown(monkeypatch, capsys):
+    cluster = Pretend(lambda pod: RUNS)
+    cluster.create(job("train"))
+    for number in (3, 6, 1, 7, 2, 5, 4):
+        cluster.create(
+            {
+                "kind": "Event",
+                "metadata": {"name": f"event-{number}", "namespace": "default"},
+                "involvedObject": {"name": "train"},
+                "lastTimestamp": f"2026-01-0{number}T00:00:00Z",
+                "reason": "Restarted",
+                "message": f"event {number}",
+            }
+        )
+    monkeypatch.setattr("ipujob.remote.Cluster", lambda: cluster)
+    assert main(["status", "train"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Restarted" in line]
+    assert [line.split()[-1] for line in lines] == ["3", "4", "5", "6", "7"]
 
 
 def test_what_happened_is_told_as_events():

@@ -1,6 +1,7 @@
 """A small training with all that a checkpoint has to keep; also a program, of which tests start several instances.
 
-python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N] [--hold N]     leaves FOLDER/result-INSTANCE.pt
+python checkpoint_program.py FOLDER CALLS [--loader MODE] [--every N] [--hold N] [--replicas N]
+    leaves FOLDER/result-INSTANCE.pt
 """
 
 import argparse
@@ -112,6 +113,7 @@ def main(words=None):
     parser.add_argument("calls", type=int)
     parser.add_argument("--loader", default="Sync")
     parser.add_argument("--every", type=int, default=2, help="calls from one checkpoint to the next")
+    parser.add_argument("--replicas", type=int, help="in all processes; by default as the launcher says")
     parser.add_argument("--say", action="store_true", help="print each call")
     parser.add_argument(
         "--hold",
@@ -122,16 +124,17 @@ def main(words=None):
     torch.set_num_threads(1)
     popdist.init()
     mode = poptorch.DataLoaderMode[flags.loader]
-    training = Training(popdist.poptorch.Options(), flags.folder, mode=mode, every=flags.every)
+    options = popdist.poptorch.Options(total_replicas=flags.replicas)
+    training = Training(options, flags.folder, mode=mode, every=flags.every)
     begun = training.restore()
-    print(f"instance {popdist.getInstanceIndex()} begins at call {begun}", flush=True)
+    os.write(1, f"instance {popdist.getInstanceIndex()} begins at call {begun}\n".encode())
 
     def on_call(calls):
         if flags.say:
             print("call", calls, flush=True)
         if calls == flags.hold:
             training.checkpoint.wait()
-            print("held", flush=True)
+            os.write(1, f"held in {os.getpid()}\n".encode())
             while not (flags.folder / "go").exists():
                 time.sleep(0.01)
 

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from checkpoint_program import Net, Training, adamw, difference, torchs_sgd
 import popdist
 import poptorch
 from popdist import checkpoint_files as files
+from poprun.shared_folder import SharedFolder
 
 CALLS = 6
 
@@ -154,6 +156,35 @@ def test_each_bit_of_a_manifest_is_checked(tmp_path):
     for text in (b"", b"[" * 100_000, b"{}", content[:-1], content + b" "):
         manifest.write_bytes(text)
         assert files.find_damage(tmp_path / "call-4") != []
+
+
+def test_what_a_new_name_shows_is_on_the_disk_before(tmp_path, monkeypatch):
+    """Each rename and link, and the files and folders that were flushed before and after it."""
+    done = []
+
+    def path_of(descriptor):
+        return os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def record(name, owner, described):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *words: (done.append(described(*words)), call(*words))[1])
+
+    record("fsync", os, lambda descriptor: f"flush {path_of(descriptor)}")
+    record("rename", os, lambda source, target: f"rename to {os.path.basename(target)}")
+    record("link", os, lambda source, target: f"link {os.path.basename(target)}")
+    (folder := tmp_path / "checkpoints").mkdir()
+    files.write_checkpoint(folder / "call-2.5f.unfinished", 0, 1, {"x": torch.ones(2)}, {"replicas": 1}, 1)
+    assert done == [
+        *("flush instance-0.part", "rename to instance-0.pt"),
+        *("flush manifest", "flush call-2.5f.unfinished", "rename to call-2", "flush checkpoints"),
+    ]
+    del done[:]
+    shared = SharedFolder(str(tmp_path), "/tmp/poprun-x")
+    shared.read_state()
+    shared.replace_state("{}")
+    assert [re.sub(r"^flush \..*", "flush the new state", text) for text in done] == [
+        *("flush the new state", "link state-0")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def all_of_them():
         (hvd.rank(), hvd.size(), hvd.local_rank()),
         hvd.allreduce(value).item(),
         hvd.allreduce(value, op=hvd.Sum).item(),
+        hvd.allreduce(value, average=False).item(),
+        hvd.allreduce(value, average=True).item(),
         [each.item() for each in hvd.grouped_allreduce([value, 2 * value], op=hvd.Max)],
         hvd.broadcast(value, 1).item(),
         hvd.allgather(value).tolist(),
@@ -81,7 +83,17 @@ def test_another_shape_in_one_instance_is_an_error_in_all(found):
 
 def test_horovods_names_are_popdists_collectives(found):
     for me, one in enumerate(found):
-        assert one["horovod"] == [(me, 3, me), 1.0, 3.0, [2.0, 4.0], 1.0, [0.0, 1.0, 2.0], {"epoch": 2}]
+        assert one["horovod"] == [
+            (me, 3, me),
+            1.0,
+            3.0,
+            3.0,
+            1.0,
+            [2.0, 4.0],
+            1.0,
+            [0.0, 1.0, 2.0],
+            {"epoch": 2},
+        ]
 
 
 def test_alone_each_collective_gives_what_it_was_given():

@@ -1,7 +1,9 @@
 """One process without a launcher, and a process as poprun would start it."""
 
+import os
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import torch
@@ -150,12 +152,56 @@ def test_the_instances_of_a_replica_read_the_same_rows(monkeypatch):
     assert sorted(row for batch in read[0] + read[2] for row in batch) == list(range(16))
 
 
-def test_under_torchrun_options_say_how_many_instances_run_a_replica(monkeypatch):
-    monkeypatch.setenv(environment.PARTS, "1")  # so that the end of the test removes it
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    """A function that sets the variables of one of `count` processes of torchrun."""
+
+    def set_rank(rank, count):
+        for name in (environment.TOTAL, environment.LOCAL, environment.OFFSET, environment.LOCAL_INSTANCE):
+            monkeypatch.setenv(name, "")  # so that the end of the test removes what the options set
+            monkeypatch.delenv(name)
+        for name, value in zip(environment.TORCHRUN, (count, rank, rank), strict=True):
+            monkeypatch.setenv(name, str(value))
+
+    return set_rank
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_total_replicas_are_shared_by_the_processes_that_there_are(under_torchrun, count):
+    rows = []
+    for rank in range(count):
+        under_torchrun(rank, count)
+        options = popdist.poptorch.Options(total_replicas=4)
+        assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (4, 4 // count)
+        assert (popdist.getInstanceIndex(), popdist.getNumInstances()) == (rank, count)
+        assert popdist.getReplicaIndexOffset() == rank * 4 // count
+        assert options.replication_factor == popdist.poptorch.Options().replication_factor == 4 // count
+        rows.append(rows_of(options))
+    calls = [list(chain(*call)) for call in zip(*rows, strict=True)]  # the rows of each call, by replica
+    under_torchrun(0, 1)
+    assert calls == rows_of(popdist.poptorch.Options(total_replicas=4))
+
+
+@pytest.mark.parametrize("numbers", [(0,), (3,), (6,), (1, 2, 4), (4, 3, 4), (2, 2, 3), (2, 0, 4)])
+def test_replicas_that_the_processes_can_not_share_are_refused(under_torchrun, numbers):
+    """The numbers: total_replicas, instances_per_replica and ipus_per_replica."""
+    under_torchrun(0, 4)
+    total, parts, ipus = (*numbers, None, None)[:3]
+    with pytest.raises(RuntimeError, match=r"4 processes can't run(.|\n)*\n  fix: total_replicas"):
+        popdist.poptorch.Options(ipus, parts, total)
+    assert environment.TOTAL not in os.environ
+
+
+def test_another_number_of_replicas_than_popruns_is_refused(launched):
+    assert popdist.poptorch.Options(total_replicas=8).replication_factor == 2
+    with pytest.raises(RuntimeError, match="poprun, or earlier options, have set 8 replicas"):
+        popdist.poptorch.Options(total_replicas=16)
+
+
+def test_under_torchrun_options_say_how_many_instances_run_a_replica(under_torchrun):
     read = []
     for rank in range(4):
-        for name, value in zip(environment.TORCHRUN, (4, rank, rank), strict=True):
-            monkeypatch.setenv(name, str(value))
+        under_torchrun(rank, 4)
         read.append(rows_of(popdist.poptorch.Options(ipus_per_replica=4, instances_per_replica=2)))
         assert (popdist.getNumInstances(), popdist.getNumInstancesPerReplica()) == (4, 2)
         assert (popdist.getNumTotalReplicas(), popdist.getReplicaIndexOffset()) == (2, rank // 2)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 def test_a_training_of_which_everything_was_killed_ends_in_the_bits_of_one_process(poprun, folder):
     run = poprun(*TWO, sys.executable, PROGRAM, folder, CALLS, "--hold", 3)
-    run.until("held\n", LIMIT, times=2)  # after call 3, and the checkpoint of call 2 is complete
+    run.until("held in ", LIMIT, times=2)  # after call 3, and the checkpoint of call 2 is complete
     os.kill(run.processes("checkpoint_program")[-1], signal.SIGKILL)
     run.until("all instances start again, 1 of at most 3 times", LIMIT)
     run.until("begins at call 2\n", LIMIT, times=2)
@@ -96,7 +96,7 @@ def merged(results, kind):
 def test_two_replicas_of_two_processes_of_which_one_was_killed_end_in_the_bits_of_one(poprun, tmp_path):
     words = ("--num-replicas", 2, "--num-instances", 4, "--ipus-per-replica", 2)
     run = poprun(*words, "--max-restarts", 1, sys.executable, PROGRAM, tmp_path, CALLS, "--hold", 3)
-    run.until("held\n", LIMIT, times=4)
+    run.until("held in ", LIMIT, times=4)
     os.kill(run.processes("checkpoint_program")[-1], signal.SIGKILL)
     (tmp_path / "go").touch()
     assert run.wait(LIMIT) == 0, run.said()
@@ -113,8 +113,8 @@ def test_an_elastic_run_goes_on_with_other_divisions_of_a_replica_over_processes
     )
     variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
     first, second = (poprun(*words, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2))
-    first.until("held\n", LIMIT)
-    second.until("held\n", LIMIT)
+    first.until("held in ", LIMIT)
+    second.until("held in ", LIMIT)
     for process in (second.pid, *second.processes("checkpoint_program")):
         os.kill(process, signal.SIGKILL)
     (tmp_path / "go").touch()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from poprun.command_line import CommandLine
+from poprun.nodes import ElasticNode
 from poprun.presence import STANDSTILL, Presence
 from poprun.rounds import FIRST_ROUND_PATIENCE, Me, Round, decide, missing_text
 from poprun.shared_folder import SharedFolder
@@ -283,6 +284,16 @@ def test_the_record_of_a_killed_poprun_is_removed_and_the_own_one_never(tmp_path
     assert mine.read_records().keys() == {mine.name}
     other.write_record(record(2))  # it was only stopped
     assert mine.read_records().keys() == {mine.name, other.name}
+
+
+def test_an_unusable_folder_is_a_warning_each_minute(clock, tmp_path, capfd):
+    node = ElasticNode(replace(REQUEST, checkpoint_dir=str(tmp_path)), Node(), f"{tmp_path}/poprun-x")
+    (tmp_path / ".poprun").rmdir()
+    (tmp_path / ".poprun").touch()  # a file in place of the folder
+    for _ in range(150):
+        node.round_state(is_done=False)
+        clock.now += 1
+    assert capfd.readouterr().err.count("this node tries again") == 3
 
 
 def test_while_this_process_is_stopped_no_node_is_lost(clock):
