@@ -7,6 +7,8 @@ import socket
 import struct
 import sys
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from popengine.environment import (
     AGENT_STORE,
     INIT_TIMEOUT,
+    MAX_RESTARTS,
     RESTART,
     RUN_ID,
     STORE,
@@ -74,9 +77,12 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
     address, port = _store_address()
     until = time.monotonic() + seconds
     store = _open_store(launch, address, port, seconds)
+    greet = None
+    if MAX_RESTARTS in os.environ and os.environ.get(AGENT_STORE) == "True":
+        store, greet = _store_of_start(launch, store, until)
     pando_store, torch_store = dist.PrefixStore("pando", store), dist.PrefixStore("torch", store)
     group = process_group.ProcessGroup(pando_store, launch.instance, launch.instances)
-    missing = group.await_peers("popdist.init()", until - time.monotonic())
+    missing = group.await_peers("popdist.init()", until - time.monotonic(), greet)
     if missing:
         raise Error(
             f"popdist.init(): after {seconds:g} s instance{'s' if len(missing) > 1 else ''}"
@@ -88,6 +94,32 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves the host's name
     dist.init_process_group("gloo", store=torch_store, rank=launch.instance, world_size=launch.instances)
     process_group.set_current(group)
+
+
+def _store_of_start(
+    launch: Launch, store: dist.Store, until: float
+) -> tuple[dist.Store, Callable[[], None] | None]:
+    """Return the store of this start of a run by torchrun, whose store has keys of earlier starts, and whose nodes
+    count restarts differently; and a function by which instance 0 greets others, to be called while these come."""
+    own, greeted = uuid.uuid4().hex, set[bytes]()
+
+    def greet() -> None:
+        for peer in range(1, launch.instances):
+            if store.check([f"come/{peer}"]) and (name := store.get(f"come/{peer}")) not in greeted:
+                store.set(f"start/{name.decode()}", own)
+                greeted.add(name)
+
+    if launch.instance == 0:
+        return dist.PrefixStore(own, store), greet
+    store.set(f"come/{launch.instance}", own)
+    try:
+        store.wait([f"start/{own}"], timedelta(seconds=max(1.0, until - time.monotonic())))
+    except RuntimeError as error:
+        raise Error(
+            "popdist.init(): instance 0 had not come\n"
+            f"  fix: see what it prints; {INIT_TIMEOUT} is the limit in seconds"
+        ) from error
+    return dist.PrefixStore(store.get(f"start/{own}").decode(), store), None
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> dist.Store:
@@ -116,7 +148,8 @@ def _open_store(launch: Launch, address: str, port: int, seconds: float) -> dist
             "  fix: MASTER_ADDR must be the host of instance 0, and MASTER_PORT its port, in all instances;"
             f" {INIT_TIMEOUT} is the limit in seconds"
         ) from error
-    names = [os.environ[name] for name in (RUN_ID, RESTART) if name in os.environ]
+    counts = [] if MAX_RESTARTS in os.environ else [RESTART]
+    names = [os.environ[name] for name in (RUN_ID, *counts) if name in os.environ]
     return dist.PrefixStore("/".join(["popdist", *names]), store)
 
 

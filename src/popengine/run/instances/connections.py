@@ -219,7 +219,9 @@ class Connections:
                 self._group, self._failure = group, ""
             _mark_lost_peer(False)
 
-    def await_peers(self, what: str, seconds: float) -> list[int]:
+    def await_peers(
+        self, what: str, seconds: float, meanwhile: Callable[[], None] | None = None
+    ) -> list[int]:
         """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and return the
         global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
         if not self._is_watched:
@@ -232,6 +234,8 @@ class Connections:
         try:
             while missing := [peer for peer in missing if not self._store.check([f"{prefix}{peer}"])]:
                 wait.peer = self.ranks[missing[0]]
+                if meanwhile is not None:
+                    meanwhile()
                 if self._store.check([f"left/{wait.peer}"]):
                     raise RuntimeError(f"instance {wait.peer} has ended")
                 if time.monotonic() > until:
