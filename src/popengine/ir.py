@@ -110,6 +110,9 @@ class Graph(Signature):
     # (number, object) of each object to which the code refers by a number.
     held: tuple[tuple[int, Any], ...] = field(default=(), repr=False)
     reads: Any = field(default=None, repr=False)  # `Reads`: what forward has read from Python
+    beside: Any = field(
+        default=None, repr=False
+    )  # what forward has yielded beside tensors: as `capture` is told
 
     @property
     def signature(self) -> Signature:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import operator
 from abc import ABC, abstractmethod
-from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy
@@ -103,44 +105,51 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in `value`, depth first; those of a dictionary by sorted key."""
     if isinstance(value, torch.Tensor):  # first, since each call of a model comes here often
         return [value]
-    return [tensor for part in (_parts_of(value) or {}).values() for tensor in tensors_of(part)]
+    return [tensor for part in (parts_of(value) or {}).values() for tensor in tensors_of(part)]
 
 
 def constants_of(value: Any, path: str) -> Iterator[tuple[Any, str, bool]]:
     """Yield (constant, path, whether the path ends in a name) of each constant; the path as in `spec_of`."""
-    for place, part, is_named in _iterate_parts(value, path):
+    for place, constant, part, is_named in iterate_parts(value, path):
         if part.constant is not None:
-            yield part.constant.value, place, is_named
+            yield constant, place, is_named
 
 
 def with_tensors(value: Any, replacements: Iterator[Any]) -> Any:
     """Return a copy of `value` whose tensors are replaced one by one, in the order of `tensors_of`.
     Parts without tensors are not copied. Replacements may be of any type: tensors, names, counts."""
-    parts = _parts_of(value)
+    return map_parts(value, lambda part: next(replacements) if isinstance(part, torch.Tensor) else part)
+
+
+def map_parts(value: Any, change: Callable[[Any], Any], copied: tuple[type, ...] = ()) -> Any:
+    """Return a copy of `value` in which each part is `change(part)`: containers first, then the parts of those that are
+    unchanged. Containers of which no part changes are not copied, unless their class is one of `copied`."""
+    changed = change(value)
+    parts = parts_of(value) if changed is value else None
     if parts is None:
-        return next(replacements) if isinstance(value, torch.Tensor) else value
-    if not tensors_of(value):
-        return value
-    return _copy_with_parts(value, {key: with_tensors(part, replacements) for key, part in parts.items()})
+        return changed
+    mapped = {key: map_parts(part, change, copied) for key, part in parts.items()}
+    is_same = type(value) not in copied and all(mapped[key] is part for key, part in parts.items())
+    return value if is_same else copy_with_parts(value, mapped)
 
 
 def spec_of(value: Any, path: str = "") -> Spec:
     """Return the classes, keys and constants of a nested value, by path (`name[0]`, `name["key"]`, `name.field`)."""
     if type(value) is torch.Tensor and torch.Tensor not in _parsers:
         return ((path, _TENSOR),)
-    return tuple((place, part) for place, part, _ in _iterate_parts(value, path))
+    return tuple((place, part) for place, _, part, _ in iterate_parts(value, path))
 
 
-def _iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Part, bool]]:
-    """Yield (path, part, whether the path ends in a name) of a nested value and of all that it contains."""
-    if (parts := _parts_of(value)) is not None:
-        yield path, Part(type(value), tuple(parts)), is_named
+def iterate_parts(value: Any, path: str, is_named: bool = False) -> Iterator[tuple[str, Any, Part, bool]]:
+    """Yield (path, value, `Part`, whether the path ends in a name) of a nested value and of all that it contains."""
+    if (parts := parts_of(value)) is not None:
+        yield path, value, Part(type(value), tuple(parts)), is_named
         for key, part in parts.items():
-            yield from _iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
+            yield from iterate_parts(part, path + path_step(type(value), key), isinstance(key, str))
     elif isinstance(value, torch.Tensor):
-        yield path, _TENSOR, is_named
+        yield path, value, _TENSOR, is_named
     else:
-        yield path, Part(type(value), constant=Constant(value)), is_named
+        yield path, value, Part(type(value), constant=Constant(value)), is_named
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -164,7 +173,7 @@ def path_step(container: type, key: Any) -> str:
     return f".{key}" if is_field else f"[{json.dumps(key, ensure_ascii=False)}]"
 
 
-def _parts_of(value: Any) -> dict[Any, Any] | None:
+def parts_of(value: Any) -> dict[Any, Any] | None:
     """Return a container's parts by key (sorted), field name or index; None if `value` is no container."""
     if (parser := _parsers.get(type(value))) is not None:
         return dict(enumerate(parser.yieldTensors(value)))
@@ -182,8 +191,8 @@ def _parts_of(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a copy of a container with other parts; `parts` has the keys of `_parts_of(value)`."""
+def copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of a container with other parts; `parts` has the keys of `parts_of(value)`."""
     kind = type(value)
     if kind in _parsers:
         return _parsers[kind].reconstruct(value, iter(parts.values()))
@@ -208,14 +217,36 @@ def _are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        layouts = ((each.is_meta, each.dtype, each.shape) for each in (one, other))
+        return operator.eq(*layouts) and (one.is_meta or torch.equal(one, other))
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not
     if isinstance(one, dict | UserDict):
         return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
-        return _are_equal(vars(one), vars(other))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if type(one).__eq__ is object.__eq__:
+        return (state := _state_of(one)) is not None and _are_equal(state, _state_of(other))
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):  # arrays, or objects that hold arrays: the truth of `==` is ambiguous
         return (
             _are_equal(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
         )
+
+
+def _state_of(value: Any) -> Any:
+    """Return what makes up an object that `==` compares by identity; None if Python can't tell."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, value.__defaults__, value.__kwdefaults__, cells, vars(value)
+    if isinstance(value, type):
+        return None
+    try:
+        _, arguments, state, *_ = (*object.__reduce_ex__(value, 2), None)
+    except Exception:  # of C, or its class refuses
+        return None
+    is_plain = type(value).__reduce__ is object.__reduce__
+    return arguments, object.__getstate__(
+        value
+    ) if is_plain else state  # a class's own may leave something out

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import pytest
@@ -182,3 +183,45 @@ def test_a_parser_without_both_methods_can_not_be_made():
 
     with pytest.raises(TypeError):
         Half()  # type: ignore[abstract]
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Hiding:
+    """Its pickles are empty."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getstate__(self):
+        return {}
+
+
+# Functions of a value: objects without an `==` of their own, and nested ones.
+OBJECTS = {
+    "function": lambda value: lambda x: x * value,
+    "default": lambda value: lambda x, factor=value: x * factor,
+    "partial": lambda value: partial(torch.nn.functional.elu, alpha=value),
+    "slots": Slotted,
+    "hiding": Hiding,
+    "in a list": lambda value: Slotted([Hiding(value)]),
+    "empty tensors": lambda value: Hiding([torch.empty(int(value), device="meta")]),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_are_equal_if_what_they_hold_is(name):
+    make = OBJECTS[name]
+    assert spec_of(make(1.0)) == spec_of(make(1.0))
+    assert spec_of(make(1.0)) != spec_of(make(2.0))
+
+
+def test_other_functions_and_objects_of_c_are_others():
+    values = [torch.relu, torch.nn.functional.relu, torch.nn.functional.silu, int, float, object.__init__]
+    assert all((spec_of(a) == spec_of(b)) == (a is b) for a in values for b in values)
+    assert spec_of(iter([1])) == spec_of(iter([1])) != spec_of(iter([2]))

@@ -50,6 +50,7 @@ def capture(
     training: bool,
     device: str = "cpu",
     given: str = "",
+    beside: Callable[[], Any] = lambda: None,
 ) -> Graph:
     """Return one functional graph of `forward` and, in training, of its backward, with what forward has read.
 
@@ -60,10 +61,11 @@ def capture(
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
+        beside:   returns what the latest run of `forward` has yielded beside tensors, a value that compares by `==`
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-    record = partial(_record, module, forward, samples, fake, training, device, given)
+    record = partial(_record, module, forward, samples, fake, training, device, given, beside)
     with attributes_restored(module):
         found = first = record({})
         if first.changed or first.reshaped:
@@ -106,6 +108,7 @@ def _record(
     training: bool,
     device: str,
     given: str,
+    beside: Callable[[], Any],
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
@@ -155,7 +158,7 @@ def _record(
     ]
     trained = set(stand_ins.trained_parameters()) if training else set[str]()
     graph = make_functional_graph(recorder, results, tuple(state.visits), trained)
-    graph = replace(graph, held=tuple(state.held))
+    graph = replace(graph, held=tuple(state.held), beside=beside())
     noted = noting.lines, noting.draws.lines, [*stand_ins.hooks, *noting.containers()]
     return _RecordedForward(graph, reads, changed, *noted, left, reshaped, made)
 
@@ -183,7 +186,8 @@ def _record_again(
         second = record(first.reshaped)
     except Exception as error:
         raise CaptureError(text) from error
-    if second.reshaped or fingerprint(first.graph) != fingerprint(second.graph, without=first.reshaped):
+    is_same = fingerprint(first.graph) == fingerprint(second.graph, without=first.reshaped)
+    if second.reshaped or not is_same or first.graph.beside != second.graph.beside:
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
     for read, owner, value in left:

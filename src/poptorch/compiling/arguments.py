@@ -18,7 +18,7 @@ from popengine.errors import BatchError, Error, did_you_mean
 from popengine.settings import Counts
 from poptorch.data.loader import loaded_batches
 from poptorch.logs import logger
-from poptorch.nested_values import Part, Spec, constants_of, spec_of, tensors_of, with_tensors
+from poptorch.nested_values import Part, Spec, constants_of, iterate_parts, spec_of, tensors_of, with_tensors
 
 _HINT = (
     "\n  why: a compiled model has fixed inputs\n"
@@ -45,32 +45,56 @@ class InputKind(NamedTuple):
 @dataclass(frozen=True)
 class BoundCall:
     """The arguments of a call, bound to forward's signature, the number of positional ones, the paths of inputs whose
-    rows `rows_first` has moved, and those of constants that do not matter, for which the values of `like` stand."""
+    rows `rows_first` has moved, those of constants that no graph depends on, for which the values of `like` stand, and
+    those among these that change what forward yields beside tensors."""
 
     bound: inspect.BoundArguments
     positional: int
     rearranged: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     like: InputKind | None = None
+    beside: frozenset[str] = frozenset()
 
     @cached_property
     def kind(self) -> InputKind:
         """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        specs, known = [], {} if self.like is None else dict(self.like.specs)
+        known = {} if self.like is None else dict(self.like.specs)
+        merged = {**self.specs, **{n: _merged(self.specs[n], own, self.unread) for n, own in known.items()}}
+        # A nested tensor, which has no shape, is refused later.
+        tensors = ((x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors)
+        return InputKind(tuple(merged.items()), tuple(tensors))
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Return the structure and constants of each argument, as in an `InputKind`, but with the values of this
+        call."""
+        specs = {}
         for name, each in self.bound.signature.parameters.items():
             value: Any = self.bound.arguments.get(name)
             if name not in self.bound.arguments:  # its default has tensors
-                spec = ()
+                specs[name] = ()
             elif each.kind is each.VAR_KEYWORD:
                 keys = sorted(value)
                 parts = (part for key in keys for part in spec_of(value[key], key))
-                spec = ((f"**{name}", Part(dict, tuple(keys))), *parts)
+                specs[name] = ((f"**{name}", Part(dict, tuple(keys))), *parts)
             else:
-                spec = spec_of(value, name)
-            specs.append((name, _merged(spec, known[name], self.unread) if known else spec))
-        # A nested tensor, which has no shape, is refused later.
-        tensors = ((x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors)
-        return InputKind(tuple(specs), tuple(tensors))
+                specs[name] = spec_of(value, name)
+        return specs
+
+    def parts_in(self, roots: frozenset[str]) -> dict[str, Part]:
+        """Return, by path, the parts of this call's arguments at the paths `roots` and inside of these."""
+        parts = chain.from_iterable(self.specs.values()) if roots else ()
+        return {path: part for path, part in parts if _is_within(path, roots)}
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """Return, by path, the arguments, and parts of them, that have no tensors."""
+        named = dict(self.bound.arguments)
+        for name, each in self.bound.signature.parameters.items():
+            if each.kind is each.VAR_KEYWORD:
+                named |= named.pop(name)
+        parts = (part for name, value in named.items() for part in iterate_parts(value, name))
+        return {path: value for path, value, *_ in parts if not tensors_of(value)}
 
     def changed_constants(self, compiled: InputKind) -> frozenset[str]:
         """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with

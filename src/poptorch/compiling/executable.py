@@ -1,6 +1,8 @@
 """Compilation of a model for the arguments of a call: the result is an `Executable`."""
 
+import functools
 import inspect
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +16,21 @@ from popengine.compile.capture import capture
 from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.graph_recorder import check_dense
+from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.compile.recording.reads import Reads, fingerprint
 from popengine.compile.rewriting.memory_layout import in_wanted_layout, with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
 from popengine.ir import Graph, Plan
-from popengine.settings import Settings
+from popengine.settings import Anchor, Settings
 
 from ..annotating.blocks import layers_as_blocks, marked_layers
 from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
+from ..nested_values import tensors_of
 from ..options import Options
 from . import compilation_log
 from .arguments import (
@@ -36,8 +41,9 @@ from .arguments import (
     weights_of,
 )
 from .losses import choose_loss
-from .outputs import Anchors, Note, make_notes, resolve_anchors, split_outputs
+from .outputs import Anchors, resolve_anchors
 from .runs import Run, first_micro_batches
+from .templates import Template, arguments_by_id, make_template
 from .traced_functions import replace_untraceable_functions
 from .tune import with_balanced_stages
 
@@ -46,49 +52,80 @@ _MOST_RECORDINGS = 64  # that are compared to find the plan for a value
 
 
 @dataclass(frozen=True)
+class RecordedCall:
+    """A recording of forward, beside its graph: what it has read and yielded, and the arguments without tensors."""
+
+    reads: Reads
+    template: Template
+    call: BoundCall
+
+    def holds(self, call: BoundCall) -> bool:
+        """Return whether forward would read and yield the same in this call, whose graph is the same."""
+        return self.reads.hold() and (not call.beside or not self._changed_arguments(call))
+
+    def _changed_arguments(self, call: BoundCall) -> list[str]:
+        """Return, in words, changes of arguments that change only what forward yields beside tensors."""
+        was, now = self.call.parts_in(call.beside), call.parts_in(call.beside)
+        return [
+            f"{path} is {now.get(path, part).constant}, and was {part.constant}"
+            for path, part in was.items()
+            if now.get(path) != part
+        ] or [f"{path} is new" for path in now.keys() - was.keys()]
+
+    def changes(self, call: BoundCall) -> str:
+        """Return in words what has changed since this recording."""
+        return "; ".join([*map(str, self.reads.changed()), *self._changed_arguments(call)][:3])
+
+
+@dataclass(frozen=True)
 class Executable:
-    """A compiled model, without weights and state. `template` is forward's return value, with an empty tensor
-    on "meta" in place of each of the `outputs`."""
+    """A compiled model, without weights and state. `outputs` is the number of tensors that forward returns; those of
+    notes have `note_anchors`."""
 
     plan: Plan
     settings: Settings
     inputs: CompiledInputs
-    template: Any
     outputs: int
     anchors: Anchors
     anchor_names: tuple[str, ...]
-    notes: tuple[Note, ...]
+    note_anchors: tuple[Anchor, ...]
     graph: Graph
     memory_format: str  # never "auto"
     key: Any = None  # `Run.key`
     weights: Any = None  # `Run.frozen` and `Run.tied`
-    # The reads of each recording of this graph, the latest first.
-    recordings: deque[Reads] = field(default_factory=lambda: deque(maxlen=_MOST_RECORDINGS))
+    # The recordings of this graph, the latest one that was used first.
+    recordings: deque[RecordedCall] = field(default_factory=lambda: deque(maxlen=_MOST_RECORDINGS))
 
-    def holds(self) -> bool:
-        """Return whether forward would read values for which this graph was recorded; the reads move to the front."""
-        for index, reads in enumerate(self.recordings):
-            if reads.hold():
+    def holds(self, call: BoundCall) -> bool:
+        """Return whether there is a recording for what forward would read in this call; it moves to the front."""
+        for index, recording in enumerate(self.recordings):
+            if recording.holds(call):
                 self.recordings.rotate(-index)
                 return True
         return False
 
-    def changes(self) -> str:
-        """Return in words how the values that forward reads differ from those of the latest recording."""
-        return "; ".join(map(str, self.recordings[0].changed()[:3]))
+    def changes(self, call: BoundCall) -> str:
+        """Return in words how what forward reads in a call differs from the latest recording."""
+        return self.recordings[0].changes(call)
 
     def present_tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
-        return {key: find() for key, find in self.recordings[0].tensors.items()}
+        return {key: find() for key, find in self.recordings[0].reads.tensors.items()}
 
-    def add_recording(self, new: "Executable") -> None:
-        """Hold for the values that the recording of an equal graph has read, too."""
-        if self.recordings is not new.recordings:
-            self.recordings.appendleft(new.recordings[0])
+    def add_recording(self, new: "Executable") -> bool:
+        """Add the recording of an equal graph. Return whether it yields what an earlier one yields."""
+        if self.recordings is new.recordings:
+            return True
+        recording = new.recordings[0]
+        joined = (each.template.joined(recording.template) for each in self.recordings)
+        template = next((each for each in joined if each is not None), None)
+        self.recordings.appendleft(replace(recording, template=template or recording.template))
+        return template is not None
 
     def graph_code(self) -> str:
-        """Return the `fingerprint` of the graph."""
-        return fingerprint(self.graph, self.recordings[0].tensors)
+        """Return a text that is equal for graphs that compute, return and note equal tensors."""
+        code = fingerprint(self.graph, self.recordings[0].reads.tensors)
+        return f"{code} {self.outputs} {self.note_anchors}"
 
 
 def compile_model(
@@ -109,12 +146,12 @@ def compile_model(
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
     others = [e for e in earlier if e.key == run.key]
-    changes = others[-1].changes() if others else ""
+    changes = others[-1].changes(run.call) if others else ""
     settings, weights = run.settings(settings), (run.frozen, run.tied)
     inputs = CompiledInputs(run.call.kind, run.call.positional, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
     alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == kind]
-    new = next((e for e in alike if e.holds()), None)
+    new = next((e for e in alike if e.holds(run.call)), None)
     if new is None:
         new = record_model(model, run, options, settings, earlier)
     graph = new.graph
@@ -129,7 +166,7 @@ def compile_model(
             '  fix: pass it as a tensor, with options.batchDims({"name": None}), or keep it in a buffer'
             " (`register_buffer`), and write into it"
         )
-    anchors = (*new.anchors.values(), *(anchor for note in new.notes for anchor in note.anchors))
+    anchors = (*new.anchors.values(), *new.note_anchors)
     settings = replace(settings, anchors=anchors, products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
         _check_buffers(graph, settings.counts.replicas)
@@ -165,6 +202,7 @@ def record_model(
                 training=settings.training,
                 device=settings.device,
                 given=call.in_words(samples),
+                beside=lambda: forward.template,
             )
     finally:
         options._execution_strategy.onEndTracing()
@@ -198,9 +236,9 @@ def record_model(
     if settings.device != "cpu":
         graph = with_fixed_strides(graph)
     unknown: Any = None  # `compile_model` sets plan and inputs
-    outputs = forward.template, forward.returned, anchors, names
-    found = Executable(unknown, settings, unknown, *outputs, forward.notes, graph, memory_format)
-    found.recordings.append(graph.reads)
+    outputs = forward.returned, anchors, names, forward.note_anchors
+    found = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
+    found.recordings.append(RecordedCall(graph.reads, graph.beside.without(graph.reads.dropped), call))
     return found
 
 
@@ -212,11 +250,11 @@ class _TracedForward:
     model: nn.Module
     call: BoundCall
     options: Options
-    template: Any = None
+    template: Template | None = None
     returned: int = 0
     names: tuple[str, ...] = ()
     indices: dict[str, int] = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
+    note_anchors: tuple[Anchor, ...] = ()
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         bound, state = self.call.with_tensors(tensors).bound, current()
@@ -229,7 +267,13 @@ class _TracedForward:
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         if code is not None:
             state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
-        self.template, outputs = split_outputs(value, state)
+        template = functools.partial(make_template, capture=state, arguments=arguments_by_id(self.call))
+        returned, outputs = template(value, "output")
+        for tensor in outputs:
+            check_dense(tensor, f"an output of forward, at {state.forward_line},")
+        if len(outputs) < len(tensors_of(returned)):
+            words = "Output expected to be on the IPU, but is a constant of the host: returned as it is"
+            warnings.warn(words, stacklevel=2)
         self.returned = len(outputs)
         if state.training:
             choose_loss(value, state, self.options)
@@ -240,8 +284,13 @@ class _TracedForward:
             if long_name in named:
                 self.indices[short] = len(outputs)
                 outputs.append(named[long_name])
-        self.notes = make_notes(state, outputs)
-        return outputs
+        notes, noted = template(state.notes, "notes")
+        places = range(len(outputs), len(outputs) + len(noted))
+        self.note_anchors = tuple(Anchor("output", str(place), "all") for place in places)
+        written = {path: owner[name] for path, (owner, name) in state.written.items() if name in owner}
+        written = {path: value for path, value in written.items() if not fake_tensors_in(value)}
+        self.template = Template(returned, notes, template(written, "attributes")[0], state.written)
+        return outputs + noted
 
 
 def _check_buffers(graph: Graph, replicas: int) -> None:

@@ -1,4 +1,4 @@
-"""What a call returns: the forward's outputs in their structure, anchors (`getAnchoredTensor`), and notes.
+"""Anchors (`getAnchoredTensor`), and outputs, which have no `backward()`.
 
 Anchors have the names that `Options.anchorTensor` takes:
 
@@ -11,25 +11,18 @@ finalLossScale        the loss scaling of the call's last weight update         
 """
 
 import re
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from popengine.compile.recording.current_capture import Capture, is_traced, recording_paused
-from popengine.compile.recording.graph_recorder import check_dense
-from popengine.compile.recording.leftovers import fake_tensors_in
-from popengine.errors import CaptureError, Error, did_you_mean, without_internal_frames
+from popengine.errors import Error, did_you_mean, without_internal_frames
 from popengine.ir import Graph
-from popengine.run.call import Results
 from popengine.settings import Anchor
 
 from ..enums import OutputMode
-from ..logs import listed, logger
-from ..nested_values import constants_of, tensors_of, with_tensors
+from ..logs import listed
 from ..options import Options
 from ..options.freeze_options import OUTPUTS
 
@@ -79,21 +72,6 @@ def resolve_anchors(
     return replace(graph, results=tuple(results)), anchors, tuple(sources)
 
 
-# ---- outputs ----------------------------------------------------------------------------------------------
-
-
-def split_outputs(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
-    """Return the template of a forward's return value, and its outputs. Warn of tensors that are no outputs."""
-    template, traced = split_traced(value, capture)
-    for tensor in traced:
-        check_dense(tensor, f"an output of forward, at {capture.forward_line},")
-    if len(traced) < len(tensors_of(template)):
-        warnings.warn(
-            "Output expected to be on the IPU, but is a constant of the host: returned as it is", stacklevel=2
-        )
-    return template, traced
-
-
 def refuse_backward_of(value: Tensor) -> Tensor:
     """Return an output, after replacing `backward` of a floating point tensor by one that raises Error."""
     if value.is_floating_point():
@@ -110,73 +88,3 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
         "  fix: leave backward(), clip_grad_norm_ and optimizer.step() out (optimizer.max_grad_norm = 1.0 clips), and"
         " compute in forward whatever belongs to the loss"
     )
-
-
-# ---- notes ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Note:
-    """A note of a compiled model: its key (`what`), and the anchors that return its tensors."""
-
-    what: Any
-    template: Any  # the value, with an empty "meta" tensor in place of each tensor of a call
-    anchors: tuple[Anchor, ...]
-
-    def value(self, results: Results) -> Any:
-        """Return the noted value of a call, with tensors [micro-batches of all replicas, *shape]."""
-        return fill_template(self.template, map(results.rows, self.anchors))
-
-
-def split_traced(value: Any, capture: Capture) -> tuple[Any, list[Tensor]]:
-    """Return a copy of a nested value, with an empty "meta" tensor in place of each traced tensor, and the
-    traced tensors. For objects that hold some and are no containers see `_clear_traced_tensors`."""
-    for part, path, is_named in constants_of(value, "output"):
-        _clear_traced_tensors(part, path, is_named, capture.forward_line)
-    tensors = [capture.recorder.stand_in_of(tensor) for tensor in tensors_of(value)]
-    with recording_paused():
-        marks = [torch.empty(0, device="meta") if is_traced(t) else t.detach() for t in tensors]
-    return with_tensors(value, iter(marks)), [tensor for tensor in tensors if is_traced(tensor)]
-
-
-def _clear_traced_tensors(part: Any, path: str, is_named: bool, where: str) -> None:
-    """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place, and
-    warn: no call fills them, but programs often do not read them (a language model's cache). Raises
-    CaptureError if its key is no string (`is_named` is False), or it has no `__dict__`."""
-    found = fake_tensors_in(part, path)
-    if not found:
-        return
-    kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    what = f"{path}, a {kind}, holds tensors: {', '.join(leftover.path for leftover in found[:3])}"
-    fix = (
-        "return tensors in tuples, lists, dictionaries or dataclasses, or make the type known with"
-        " poptorch.registerCustomArgParser"
-    )
-    if not is_named or not hasattr(part, "__dict__"):
-        raise CaptureError(
-            f"what forward returns can't be filled with a call's values: {what}\n"
-            f"  returned by the function at {where}\n"
-            "  why: only containers can be filled with each call's values; elsewhere a tensor would have none\n"
-            f"  fix: {fix}"
-        )
-    logger.warning("%s; they have no values outside of the compiled model\n  fix: %s", what, fix)
-    with recording_paused():
-        for leftover in found:
-            leftover.put(torch.empty(leftover.value.shape, dtype=leftover.value.dtype, device="meta"))
-
-
-def fill_template(template: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a template with `tensors`, in their order, in place of its "meta" tensors."""
-    return with_tensors(template, (next(tensors) if t.is_meta else t for t in tensors_of(template)))
-
-
-def make_notes(capture: Capture, outputs: list[Tensor]) -> tuple[Note, ...]:
-    """Return the notes of a capture, after appending their tensors, in place, to the graph's `outputs`."""
-    notes = []
-    for what, value in capture.notes:
-        template, tensors = split_traced(value, capture)
-        places = range(len(outputs), len(outputs) + len(tensors))
-        anchors = tuple(Anchor("output", str(place), "all") for place in places)
-        notes.append(Note(what, template, anchors))
-        outputs += tensors
-    return tuple(notes)

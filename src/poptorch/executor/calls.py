@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -15,9 +15,8 @@ from popengine.run.call import Results
 from popengine.settings import Outputs
 
 from ..compiling import arguments
-from ..compiling.outputs import fill_template, refuse_backward_of
+from ..compiling.outputs import refuse_backward_of
 from ..compiling.runs import Run, split_into_runs, synthetic_inputs
-from ..nested_values import tensors_of, with_tensors
 from .compilation import Compilation
 from .loaded_plans import LoadedPlan
 from .wrapped_model import refuse_reads_if_lost
@@ -86,8 +85,8 @@ class Calls:
             finished.append((run, plan, results))
         if most:
             self._plans.remove_oldest([plan for _, plan, _ in finished], most)
-        self.latest, outputs = join_results(finished)
-        return fill_template(finished[0][1].executable.template, map(refuse_backward_of, outputs))
+        self.latest, result = join_results(finished, call)
+        return result
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> arguments.BoundCall:
         """Bind arguments to the signature of forward, which before compilation is the one of now."""
@@ -95,11 +94,7 @@ class Calls:
         compilation.flags.take()
         if not self._plans.loaded:
             compilation.prepare_first()
-        call = arguments.bind(compilation.signature, args, kwargs)
-        if not compilation.unread:
-            return call
-        first = self._plans.first
-        return replace(call, unread=compilation.unread, like=first and first.inputs.kind)
+        return compilation.with_free_arguments(arguments.bind(compilation.signature, args, kwargs))
 
     def split(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
@@ -124,7 +119,7 @@ class Calls:
         """Execute a run of a call, and return its plan and results. Inputs that forward changes in place are
         copied to the caller's tensors. A plan that is compiled here is removed if no update succeeds."""
         plans, compilation, before = self._plans, self._compilation, self._plans.current
-        plan, number = plans.find_plan(run.key), compilation.count
+        plan, number = plans.find_plan(run), compilation.count
         if plan is None and plans.first is not None and not plans.plans_of(run.key):
             plan = compilation.plan_for_other_constants(run, plans.first.inputs)
             if plan is None:
@@ -220,12 +215,12 @@ class LatestCall:
 
 
 def join_results(
-    runs_and_results: Sequence[tuple[Run, LoadedPlan, Results]],
-) -> tuple[LatestCall, list[Tensor]]:
-    """Return a call's results and its outputs, in the forward's order, from the results of its runs."""
+    runs_and_results: Sequence[tuple[Run, LoadedPlan, Results]], call: arguments.BoundCall
+) -> tuple[LatestCall, Any]:
+    """Return a call's results and what forward returns, from the results of its runs."""
     executable = runs_and_results[0][1].executable
     mode: Any = executable.settings.outputs
-    times, returned, notes_of_runs = list[list[Times]](), list[list[Tensor]](), list[Sequence[Any]]()
+    times, returned, noted = list[list[Times]](), list[list[Tensor]](), list[list[Tensor]]()
     for _, plan, results in runs_and_results:
         count, inputs = executable.outputs, plan.synthetic
         found = results.times(count)
@@ -233,7 +228,7 @@ def join_results(
             found = [[[]] * number for number in (len(inputs), len(inputs), count, count)]
         times.append(found)
         returned.append(results.outputs(count))
-        notes_of_runs.append(plan.executable.notes)
+        noted.append([*map(results.rows, plan.executable.note_anchors)])
     outputs = [*map(_join_values, zip(*returned, strict=True), repeat(mode))]
     anchored = {}
     for name, anchor in executable.anchors.items():
@@ -241,13 +236,10 @@ def join_results(
         chosen = [each for each in runs_and_results if each[0].part.ends_step or anchor.is_output]
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
         anchored[name] = _join_values(values, anchor.outputs)
-    notes = []
-    for parts in zip(*notes_of_runs, strict=True):
-        values = [note.value(results) for note, (_, _, results) in zip(parts, runs_and_results, strict=True)]
-        tensors = zip(*map(tensors_of, values), strict=True)
-        joined = (_join_values(of_runs, "all") for of_runs in tensors)
-        notes.append((parts[0].what, with_tensors(values[0], joined)))
-    return LatestCall(times, anchored, notes, True), outputs
+    notes = map(_join_values, zip(*noted, strict=True), repeat("all"))
+    template = executable.recordings[0].template
+    result, with_tensors = template.fill(map(refuse_backward_of, outputs), notes, call)
+    return LatestCall(times, anchored, with_tensors, True), result
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs) -> Tensor:

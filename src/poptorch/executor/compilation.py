@@ -34,7 +34,8 @@ _MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, an
 
 
 class Compilation:
-    """The compilation of an executor's model. `unread` are the paths of arguments whose values do not matter."""
+    """The compilation of an executor's model. `unread` are the paths of arguments whose values do not matter, `beside`
+    those of arguments that only change what forward yields beside tensors."""
 
     def __init__(self, model: WrappedModel, plans: LoadedPlans, link: OptimizerLink) -> None:
         self.model, self.plans, self.link, self.flags = model, plans, link, ModelFlags(model)
@@ -42,7 +43,7 @@ class Compilation:
         self.most_plans: int = options("new_shapes") if options.exists("new_shapes") else 0  # 0: fixed shapes
         self.is_offline = options.connection_type == ConnectionType.Never
         self.signature = inspect.signature(model.traced.forward)
-        self.unread: frozenset[str] = frozenset()
+        self.unread = self.beside = frozenset[str]()
         self.count = 0  # of compiled plans, dropped ones included
         self._recordings = 0  # with the graph of an earlier one
         self.seconds: float | None = None  # of the latest compilation
@@ -68,7 +69,7 @@ class Compilation:
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             others = plans.plans_of(run.key)
-            changes = others[-1].executable.changes() if others else ""
+            changes = others[-1].executable.changes(run.call) if others else ""
             with self.flags.as_compiled():
                 earlier = [plan.executable for plan in plans.loaded]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
@@ -110,24 +111,34 @@ class Compilation:
         return plan
 
     def plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
-        """Record a call again whose arguments without tensors have other values than at the compilation. If the
-        graph is equal, compare these values no more, and return its plan; else None."""
-        unread = run.call.changed_constants(compiled.kind)
-        if not unread:
+        """Record a call again whose arguments without tensors have other values than at the compilation. If the graph
+        is equal, return its plan; if forward yields the same beside tensors, too, compare these values no more. Return
+        None for another graph."""
+        changed = run.call.changed_constants(compiled.kind)
+        if not changed:
             return None
-        like = replace(run.call, unread=self.unread | unread, like=compiled.kind)
+        like = replace(run.call, unread=run.call.unread | changed, like=compiled.kind)
         plans, options = self.plans.plans_of(replace(run, call=like).key), self.model.options
         settings, earlier = self.settings_of(run, options), [plan.executable for plan in plans]
         with self.flags.as_compiled(), contextlib.suppress(Error):
             new = record_model(self.model.traced, run, options, settings, earlier)
             for plan in plans:
                 if plan.executable.graph_code() == new.graph_code():
-                    names = listed(sorted(unread))
+                    names = listed(sorted(changed))
                     logger.info("recorded again, with an equal graph, for other values of %s", names)
-                    self.unread |= unread
-                    plan.executable.add_recording(new)
+                    if plan.executable.add_recording(new):
+                        self.unread |= changed
+                    else:
+                        self.beside |= changed
                     return plan
         return None
+
+    def with_free_arguments(self, call: arguments.BoundCall) -> arguments.BoundCall:
+        """Return a call for which the values of arguments count that no graph depends on as those of the first plan."""
+        if not (free := self.unread | self.beside):
+            return call
+        first = self.plans.first
+        return replace(call, unread=free, beside=self.beside, like=first and first.inputs.kind)
 
     def _make_reporter(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
@@ -179,7 +190,7 @@ class Compilation:
         """Free devices and plans; the next call compiles again."""
         self.plans.clear_plans()
         self.plans.has_file_state = False
-        self.unread = frozenset()
+        self.unread = self.beside = frozenset()
         self.link.release_optimizer()
         if self._return_hook is not None:
             self._return_hook = self._return_hook.remove()

@@ -85,7 +85,7 @@ class PoplarExecutor:
         with self._lock:
             self._mark()
             for run in self._calls.split(self._calls.bind(args, kwargs)):
-                if self._plans.find_plan(run.key) is None:
+                if self._plans.find_plan(run) is None:
                     self._compilation.compile(run)
 
     # ---- devices -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from popengine.run.train_state import TrainState
 from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable
 from ..compiling.materializing import fill_weights
+from ..compiling.runs import Run
 from ..logs import logger
 from ..options import Options
 from ..reporter import Reporter
@@ -87,12 +88,12 @@ class LoadedPlans:
         """Return the plans of runs with this `Run.key`, each for other values of what forward reads."""
         return [plan for plan in self.loaded if plan.executable.key == key]
 
-    def find_plan(self, key: Any) -> LoadedPlan | None:
-        """Return the plan of a run with this `Run.key` for the present values of what forward reads; None without."""
-        current = self.current
-        if current is not None and current.executable.key == key and current.executable.holds():
+    def find_plan(self, run: Run) -> LoadedPlan | None:
+        """Return the plan of a run for the present values of what forward reads; None without."""
+        current, key, call = self.current, run.key, run.call
+        if current is not None and current.executable.key == key and current.executable.holds(call):
             return current
-        return next((plan for plan in self.plans_of(key) if plan.executable.holds()), None)
+        return next((plan for plan in self.plans_of(key) if plan.executable.holds(call)), None)
 
     def add_plan(self, plan: LoadedPlan) -> None:
         """Add a plan. If there is no current plan, set `current` and `first` to it."""

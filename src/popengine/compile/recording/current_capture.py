@@ -113,8 +113,11 @@ class Capture:
     candidates: list[tuple[Tensor, str]] | None = None  # the losses that are no metrics, if this is known
     allows_autocast: bool = True  # `poptorch.autocast` has an effect
     chosen: tuple[Tensor, str] | None = None  # the loss to train, in place of the marked ones
-    # For the host, after each call: see `poptorch.compiling.outputs`.
+    # For the host, after each call: see `poptorch.compiling.templates`.
     notes: list[tuple[Any, Any]] = field(default_factory=list)
+    # By path, the `__dict__` and the name of attributes that forward sets on layers.
+    written: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    returned: list[Tensor] = field(default_factory=list)  # plain tensors that forward returns as they are
     written_by_host: set[str] = field(default_factory=set)  # paths of attributes that the program sets later
     held: list[Any] = field(default_factory=list)  # as `Graph.held`
     # Autograd numbers its nodes in the order of the forward. For each operation: the number after its node's,

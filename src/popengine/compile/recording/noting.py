@@ -117,6 +117,7 @@ class Noting(TorchFunctionMode):
         self._note_new_classes()
         keys = {id(value): key for key, value in recorder.constants.items()}
         contents = set(map(id, recorder.values_read))
+        returned = set(map(id, self._capture.returned)) if self._capture is not None else ()
         loaded = [*map(loaded_names, self._ran)]
         appended = frozenset().union(*(a for a, _ in loaded)) - frozenset().union(*(r for _, r in loaded))
         unread = [range(i, j) for path, i, j in self._containers if path.rpartition(".")[2] in appended]
@@ -129,6 +130,8 @@ class Noting(TorchFunctionMode):
             elif id(value) in keys:
                 self.reads.tensors[keys[id(value)]] = find
                 read.get, read.value = (lambda find=find: layout_of(find())), layout_of(value)
+            elif id(value) in returned:  # the template has this tensor
+                read.get, read.value = (lambda find=find: id(find())), id(value)
             elif recorder.stand_in_of(value) is value:  # not used, but perhaps compared with None
                 read.get, read.value = (lambda find=find: type(find())), type(value)
         inner = {value for code in self._ran for value in code.co_consts if isinstance(value, types.CodeType)}
@@ -165,11 +168,14 @@ class Noting(TorchFunctionMode):
             self._note_attribute(owner, name, value, is_plain, f"{known[1]}.{name}".lstrip("."))
 
     def before_write(self, owner: Any, name: str) -> None:
-        """Note the user's line that sets an attribute that was read."""
+        """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set."""
         if (known := self._known.get(id(owner))) is not None:
+            path = f"{known[1]}.{name}".lstrip(".")
             if (id(owner), name) in self._done:
-                self.lines.setdefault(f"{known[1]}.{name}".lstrip("."), user_line())
+                self.lines.setdefault(path, user_line())
             self._done.add((id(owner), name))
+            if isinstance(owner, nn.Module) and name not in _NOT_NOTED and self._capture is not None:
+                self._capture.written[path] = vars(owner), name
 
     def _watch_module(self, module: types.ModuleType) -> None:
         """Note reads of a module's attributes, until the end."""

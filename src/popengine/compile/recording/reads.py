@@ -76,6 +76,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.all: list[Read] = []
+        self.dropped: set[str] = set()  # paths of values that forward changes itself
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self._is_same: Callable[[], bool] | None = None  # compares by identity
 
@@ -104,6 +105,7 @@ class Reads:
         """Drop the reads with these paths, which forward changes itself; note the present values of the others."""
         if not dropped:
             return
+        self.dropped = dropped
         self.all = [read for read in self.all if read.path not in dropped]
         for read in self.all:
             read.value = read.present()
