@@ -106,7 +106,10 @@ class Template:
         """Return the template that yields what both yield, with other arguments; None if they differ."""
         one, two = ((each.returned, each.notes, each.attributes) for each in (self, other))
         joined = _join(one, two)
-        return None if joined is _DIFFERENT else Template(*joined, other.owners)
+        if joined is _DIFFERENT:
+            return None
+        returned, notes, attributes = joined
+        return Template(returned, notes, attributes, other.owners)
 
     def __eq__(self, other: Any) -> bool:
         """Return whether another template has equal returned values and notes."""

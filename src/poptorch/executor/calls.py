@@ -91,7 +91,6 @@ class Calls:
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> arguments.BoundCall:
         """Bind arguments to the signature of forward, which before compilation is the one of now."""
         compilation = self._compilation
-        compilation.flags.take()
         if not self._plans.loaded:
             compilation.prepare_first()
         return compilation.with_free_arguments(arguments.bind(compilation.signature, args, kwargs))
@@ -105,7 +104,7 @@ class Calls:
         if not present[0] or present != self._present:
             self._of_weights = {"tied": self._model.tied_parameters()}
             if self._model.training:
-                parameters = self._model.traced.named_parameters()
+                parameters = self._model.user.named_parameters()
                 self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
                 self._of_weights["group_of"] = self._link.follow_parameters()
             self._present = present
@@ -236,7 +235,7 @@ def join_results(
         chosen = [each for each in runs_and_results if each[0].part.ends_step or anchor.is_output]
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
         anchored[name] = _join_values(values, anchor.outputs)
-    notes = map(_join_values, zip(*noted, strict=True), repeat("all"))
+    notes = [_join_values(values, "all") for values in zip(*noted, strict=True)]
     template = executable.recordings[0].template
     result, with_tensors = template.fill(map(refuse_backward_of, outputs), notes, call)
     return LatestCall(times, anchored, with_tensors, True), result

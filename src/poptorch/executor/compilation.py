@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain, repeat
@@ -28,7 +28,7 @@ from ..options.freeze_options import chosen_devices, engine_settings
 from ..reporter import Reporter, start_reporter
 from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
-from .wrapped_model import OWN_ATTRIBUTES, WrappedModel, return_weights
+from .wrapped_model import WrappedModel, return_weights, with_own_modes
 
 _MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
 
@@ -42,7 +42,7 @@ class Compilation:
         options = model.options
         self.most_plans: int = options("new_shapes") if options.exists("new_shapes") else 0  # 0: fixed shapes
         self.is_offline = options.connection_type == ConnectionType.Never
-        self.signature = inspect.signature(model.traced.forward)
+        self.signature = inspect.signature(model.user.forward)
         self.unread = self.beside = frozenset[str]()
         self.count = 0  # of compiled plans, dropped ones included
         self._recordings = 0  # with the graph of an earlier one
@@ -58,11 +58,11 @@ class Compilation:
             register = self.model.user.register_forward_pre_hook
             self._return_hook = register(return_weights, prepend=True, with_kwargs=True)
         self.link.freeze_again()
-        self.signature = inspect.signature(self.model.traced.forward)
+        self.signature = inspect.signature(self.model.user.forward)
 
     def compile(self, run: Run) -> LoadedPlan:
         """Compile a plan for a run, make it current, and attach it."""
-        options, model, plans = self.model.options, self.model.traced, self.plans
+        options, model, plans = self.model.options, self.model.user, self.plans
         settings = self.settings_of(run, options)
         before, number = plans.current, self.count + 1
         reporter = self._make_reporter(number)
@@ -121,7 +121,7 @@ class Compilation:
         plans, options = self.plans.plans_of(replace(run, call=like).key), self.model.options
         settings, earlier = self.settings_of(run, options), [plan.executable for plan in plans]
         with self.flags.as_compiled(), contextlib.suppress(Error):
-            new = record_model(self.model.traced, run, options, settings, earlier)
+            new = record_model(self.model.user, run, options, settings, earlier)
             for plan in plans:
                 if plan.executable.graph_code() == new.graph_code():
                     names = listed(sorted(changed))
@@ -147,7 +147,7 @@ class Compilation:
 
     def settings_of(self, run: Run, options: Options) -> Settings:
         """Return the engine's settings for complete batches, after checks of arguments, buffers and options."""
-        model, call = self.model.traced, run.call
+        model, call = self.model.user, run.call
         groups = make_replica_groups(model, self.model.per_replica, options.replication_factor)
         if groups and run.counts.replicas != options.replication_factor:
             raise Error(
@@ -203,19 +203,19 @@ _CHILDREN, _PARAMETERS, _TRAINING = map(operator.itemgetter, ("_modules", "_para
 
 
 class ModelFlags:
-    """The modes of a model, which the first compilation fixes, and attributes of the user's top-level module.
+    """The modes of a model, which the first compilation fixes.
 
-    An executor for inference has modes of its own: it computes in eval mode what was in eval mode when it was wrapped
-    or at its first call. Later changes of modes and of torch's seed have no effect, and one warning each. All else that
-    forward reads is followed: `LoadedPlans.find_plan`.
+    The mode of the top-level module (`top`) is the one that it had when it was wrapped. An executor for inference has
+    modes of its own: it computes in eval mode what was in eval mode when it was wrapped or at its first call. Later
+    changes of modes and of torch's seed have no effect, and one warning each. All else that forward reads is followed:
+    `LoadedPlans.find_plan`.
     """
 
     def __init__(self, model: WrappedModel) -> None:
-        self._model = model
+        self._model, self.top = model, model.user.training
         self._warned: set[str] = set()
-        self._taken = dict(vars(model.user))  # the user's attributes that the traced copy has
         # By name, the mode to compile a layer in, unless its flag is no longer the one in `_seen`.
-        self._modes = self._seen = self._present_modes()
+        self._modes = self._seen = _modes_of(model.user)
         self._compiled: dict[str, bool] = {}
         # By name, attributes of each compiled layer, and its flag `training` when the first plan was compiled.
         self._layers: dict[str, dict[str, Any]] = {}
@@ -223,28 +223,26 @@ class ModelFlags:
         # Of each layer, its layers when the latest plan was compiled.
         self._children: list[dict[str, Any]] = []
         self._draws, self._seed = False, 0  # whether the model draws random numbers, and torch's seed
-        if not model.training:
-            vars(model.traced)["train"] = _OwnTrain(model.traced, self)
 
-    def _present_modes(self) -> dict[str, bool]:
-        """Return the flags `training` of all layers by name; of the top-level module that of the user's."""
-        modes = {name: layer.training for name, layer in self._model.traced.named_modules()}
-        return modes | {"": self._model.user.training}
+    @functools.cached_property
+    def own_model(self) -> Any:
+        """The model of an executor for inference, with the executor's modes."""
+        return with_own_modes(self._model.user, self)
 
     def set_mode(self, mode: bool) -> bool:
         """Set the mode in which layers are compiled. In inference the user's layers keep their flags. Return whether a
         layer is compiled in another mode."""
-        model = self._model.user
+        user = self._model.user
         if self._model.training:
-            model.train(mode)
-            wanted = self._present_modes()
+            user.train(mode)
+            wanted = _modes_of(user)
         else:
-            model, before = self._model.traced, self._present_modes()
-            type(model).train(model, mode)
-            wanted = self._modes = {name: layer.training for name, layer in model.named_modules()}
-            set_modes(model, {name: flag for name, flag in before.items() if name})
+            before = _modes_of(user)
+            type(user).train(self.own_model, mode)
+            wanted = self._modes = {**_modes_of(user), "": self.top}
+            set_modes(user, before)
             self._seen = before
-        self._flags |= {name: flag for name, flag in self._present_modes().items() if name in self._flags}
+        self._flags |= {name: flag for name, flag in _modes_of(user).items() if name in self._flags}
         return any(wanted.get(name, flag) != flag for name, flag in self._compiled.items())
 
     def modes(self) -> dict[str, bool]:
@@ -255,27 +253,10 @@ class ModelFlags:
 
     # ---- compiling ---------------------------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Take over the class of the user's top-level module, and attributes that were set on it, unless the copy has
-        another one."""
-        user, traced = vars(self._model.user), vars(self._model.traced)
-        self._model.traced.__class__ = self._model.user.__class__
-        if user.keys() == self._taken.keys() and all(map(operator.is_, user.values(), self._taken.values())):
-            return
-        absent = object()
-        for name in (user.keys() | self._taken.keys()) - OWN_ATTRIBUTES:
-            before = self._taken.get(name, absent)
-            is_new = user.get(name, absent) is not before
-            if is_new and traced.get(name, absent) is before:  # not set on the copy
-                traced.pop(name, None)
-                if name in user:
-                    traced[name] = user[name]
-        self._taken = dict(user)
-
     def choose_modes(self) -> None:
         """Choose the modes of the first compilation, and forget what an earlier one has fixed."""
         self._layers, self._flags, self._children = {}, {}, []
-        present, top = self._present_modes(), {"": self._model.traced.training}
+        present, top = _modes_of(self._model.user), {"": self.top}
         if self._model.training:
             self._compiled = present | top
             return
@@ -288,22 +269,21 @@ class ModelFlags:
     @contextlib.contextmanager
     def as_compiled(self) -> Iterator[None]:
         """Set the modes of the model to those of the first compilation, inside the `with`."""
-        now = {name: layer.training for name, layer in self._model.traced.named_modules()}
+        user, now = self._model.user, _modes_of(self._model.user)
         self._compiled = now | self._compiled  # layers that are new keep their mode
-        set_modes(self._model.traced, self._compiled)
+        set_modes(user, self._compiled)
         try:
             yield
         finally:
-            set_modes(self._model.traced, now)
+            set_modes(user, now)
 
     def fix(self, executable: Executable) -> None:
         """Note what a compilation has fixed."""
         if not self._layers:
             self._draws = any(piece.draws for piece in executable.plan.partition.pieces)
             self._seed = torch.initial_seed()
-        self._flags = self._present_modes() | self._flags
-        layers = dict(self._model.traced.named_modules()) | {"": self._model.user}  # its flag is the user's
-        self._layers = {name: vars(layer) for name, layer in layers.items()}
+        self._flags = _modes_of(self._model.user) | self._flags
+        self._layers = {name: vars(layer) for name, layer in self._model.user.named_modules()}
         self._children = [dict(own["_modules"]) for own in self._layers.values()]
 
     def present_parameters(self) -> tuple[list[Any], list[Any]]:
@@ -350,20 +330,8 @@ class ModelFlags:
             logger.warning("%s, and the compiled program %s\n  fix: %s", change, effect, fix)
 
 
-class _OwnTrain:
-    """The method `train` of the copy of a model for inference: it sets the modes of the executor. Deep copies
-    and pickles have the method of the module's class."""
-
-    def __init__(self, module: nn.Module, flags: ModelFlags) -> None:
-        self._module, self._flags = module, flags
-
-    def __call__(self, mode: bool = True) -> nn.Module:
-        self._flags.set_mode(mode)
-        return self._module
-
-    def __reduce__(self) -> Any:
-        train: Callable[..., Any] = type(self._module).train
-        return functools.partial, (train,), (train, (self._module,), {}, None)
+def _modes_of(model: nn.Module) -> dict[str, bool]:
+    return {name: layer.training for name, layer in model.named_modules()}
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:

@@ -40,7 +40,7 @@ class PoplarExecutor:
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
         self._wrapped = wrapped = wrapped_model.wrap(model, options, training)
-        self._plans = LoadedPlans(wrapped.options, wrapped.traced)
+        self._plans = LoadedPlans(wrapped.options, wrapped.user)
         if wrapped.options.Distributed.instances_per_replica > 1:
             wrapped_model.read_weights_elsewhere(wrapped.user, self._plans)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
@@ -230,7 +230,7 @@ class PoplarExecutor:
     def model(self) -> Any:
         """Return the user's model; in inference a shallow copy, which shares weights and submodules. Forward
         is compiled with the flags of this copy, such as `training`."""
-        return self._wrapped.user if self._wrapped.training else self._wrapped.traced
+        return self._wrapped.user if self._wrapped.training else self._compilation.flags.own_model
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model and its submodules, and return the executor.

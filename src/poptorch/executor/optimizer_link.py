@@ -146,7 +146,7 @@ class OptimizerLink:
         self._name_parameters()
         groups = enumerate(self.optimizer.param_groups)
         held = {id(parameter): index for index, group in groups for parameter in group["params"]}
-        parameters = dict(self._model.traced.named_parameters())
+        parameters = dict(self._model.user.named_parameters())
         others = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
         if new := [name for name in others if name not in self._warned]:
             self._warned.update(new)

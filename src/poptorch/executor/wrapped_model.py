@@ -29,34 +29,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrappedModel:
-    """The model of an executor: the user's, the shallow copy that is compiled (`traced`), and by parameter
-    name the `replicaGrouping` of each parameter with one value per group."""
+    """The user's model, which an executor runs, and by parameter name the `replicaGrouping` of each parameter with one
+    value per group."""
 
     user: nn.Module
-    traced: nn.Module
     options: Options
     training: bool
     per_replica: dict[str, Grouping] = field(default_factory=dict)
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of each weight, by name."""
-        return {name: [*weight.shape] for name, weight in weights_of(self.traced).items()}
+        return {name: [*weight.shape] for name, weight in weights_of(self.user).items()}
 
     def parameter_names(self) -> dict[int, str]:
         """Return {id(parameter): its canonical name}."""
-        return {id(parameter): name for name, parameter in self.traced.named_parameters()}
+        return {id(parameter): name for name, parameter in self.user.named_parameters()}
 
     def tied_parameters(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of each parameter that has several."""
         names: dict[int, tuple[str, ...]] = {}
-        for name, parameter in self.traced.named_parameters(remove_duplicate=False):
+        for name, parameter in self.user.named_parameters(remove_duplicate=False):
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
         return tuple(found for found in names.values() if len(found) > 1)
 
     def updatable_buffers(self, are_needed: bool = False) -> None:
         """Raise Error if a name in `Options.updatableNamedBuffers` is not a buffer's, or if none `are_needed`."""
         names = self.options._Popart("updatableNamedBuffers")
-        known = dict(self.traced.named_buffers())
+        known = dict(self.user.named_buffers())
         unknown = [name for name in names if name not in known]
         if unknown:
             raise Error(
@@ -88,10 +87,48 @@ def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
         model.forward = function
     resolved = resolve_options(given, training, model)
     given._freeze()  # a later change would have no effect
-    # The copy fixes the flags of the top-level module; weights and submodules are those of the user's model.
-    traced = copy.copy(model)
-    unmark_model(traced)
-    return WrappedModel(model, traced, resolved, training)
+    return WrappedModel(model, resolved, training)
+
+
+class ModelWithOwnModes:
+    """A base of the class of an executor's `model` in inference: the attributes are those of the user's module, and the
+    modes are the executor's. Copies and pickles are plain modules of the user's class."""
+
+    _user: nn.Module
+    _modes: Any
+
+    def __init_subclass__(cls) -> None:
+        """Skip the method of the user's class, which may keep a register of its subclasses."""
+
+    @property
+    def training(self) -> bool:
+        return self._modes.top
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._modes.top = mode
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the modes of the executor."""
+        self._modes.set_mode(mode)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = copy.copy(self._user)
+        plain.training = self.training
+        return copy.copy, (plain,)
+
+
+def with_own_modes(user: nn.Module, modes: Any) -> Any:
+    """Return an object with the class and the attributes of a module, and with the modes of an executor
+    (`ModelFlags`)."""
+    kind: Any = type(user)
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = ModelWithOwnModes, kind
+    own_kind: Any = type(kind)
+    twin = object.__new__(own_kind(kind.__name__, bases, {**names, "_user": user, "_modes": modes}))
+    object.__setattr__(twin, "__dict__", vars(user))
+    return twin
 
 
 class HostForward:
@@ -129,7 +166,6 @@ class _MethodOfExecutor:
 
 
 _METHODS = {"copyWeightsToHostIfNeeded": False, "destroy": None}  # by name, what they return without executor
-OWN_ATTRIBUTES = {"training", *_METHODS}  # of the user's module: its mode, and the mark
 
 
 def executor_of(model: Any) -> Any:

@@ -98,7 +98,9 @@ def _unwrap_module(model: Any) -> Any:
             "  why: its forward is no Python, which is what is captured here\n"
             "  fix: wrap the module that torch.jit.script or trace was given"
         )
-    return model._user_model if isinstance(model, PoplarExecutor) else model
+    if isinstance(model, PoplarExecutor):
+        return model._user_model
+    return model._user if isinstance(model, wrapped_model.ModelWithOwnModes) else model
 
 
 @outside_inference_mode
@@ -171,7 +173,7 @@ def _compile_arguments(
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
         own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
         run = Run(bind(executor._compilation.signature, args, kwargs), own._counts())
-        yield wrapped.traced, run, own, executor._compilation.settings_of(run, own)
+        yield wrapped.user, run, own, executor._compilation.settings_of(run, own)
     finally:
         if temporary is not None:
             temporary.destroy()

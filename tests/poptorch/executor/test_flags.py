@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import pickle
 
 import pytest
 import torch
@@ -221,12 +222,27 @@ def test_a_forward_set_between_wrapping_and_the_first_call_counts():
     assert torch.equal(executor(X), X * 7)
 
 
-def test_an_attribute_of_the_executors_own_copy_counts_more():
+def test_the_attributes_of_the_executors_model_are_those_of_the_users():
     net = made().eval()
     executor = inference(net)
     executor.model.scale = 3.0
-    net.scale = 5.0
-    torch.testing.assert_close(executor(X), in_eval(net) / 5 * 3)
+    assert net.scale == 3.0
+    net.scale, executor.model.extra = 5.0, "new"
+    assert (executor.model.scale, net.extra) == (5.0, "new")
+    assert torch.equal(executor(X), in_eval(net))
+
+
+def test_the_executors_model_is_of_the_users_class_and_its_copies_are_plain():
+    net = made()
+    executor = inference(net)
+    own = executor.model.eval()
+    assert isinstance(own, Net) and not own.training and net.training
+    for copied in (copy.copy(own), copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert type(copied) is Net and not copied.training
+        assert copied.state_dict().keys() == net.state_dict().keys()
+    assert list(own.parameters()) == list(net.parameters())
+    own.first.weight.data.zero_()
+    assert torch.equal(executor(X), in_eval(net))
 
 
 @pytest.mark.parametrize("name", ["epoch", "name", "_private", "history"])
