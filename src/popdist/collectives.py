@@ -1,5 +1,8 @@
 """Collectives of instances outside the model: to reduce metrics, broadcast weights, gather results.
 
+If a replica spans several instances, all of them have the same results: `all_reduce` and `all_gather` use those of the
+first one of each replica.
+
 All instances make the same call with the same shapes; inside `execute_on_instances` only its instances do. If
 one of them makes another call, or has ended, the others raise an error within seconds.
 """
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from popengine.environment import read_launch
-from popengine.run.instances.all_reduce import AllReduce
+from popengine.run.instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import ProcessGroup, group_of_size
 
@@ -24,7 +27,7 @@ _chosen: Sequence[int] | None = None  # indices of the instances that take part;
 
 
 def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
-    """Return the sum, mean, minimum or maximum of all instances' values, element by element.
+    """Return the sum, mean, minimum or maximum of the values of all instances, element by element.
 
     >>> mean_loss = popdist.collectives.all_reduce(loss.item(), "mean")
 
@@ -40,11 +43,14 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
     tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
     group = _current_group()
+    count = 1 if group is None else len(_firsts_of_replicas(group))
     if op in ("min", "max"):
         rows = all_gather(tensor.unsqueeze(0))
         tensor = rows.amin(0) if op == "min" else rows.amax(0)
     elif group is None:
         tensor = tensor.clone()
+    elif count < group.size:
+        (tensor,) = tree_sum(leaf_nodes([row] for row in all_gather(tensor.unsqueeze(0))))
     else:
         flat = tensor.cpu().reshape(-1).clone()
         what = f"popdist.collectives.all_reduce({op})"
@@ -53,7 +59,7 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
         )
         tensor = flat.reshape(tensor.shape).to(tensor.device)
     if op == "mean":
-        tensor = tensor / (1 if group is None else group.size)
+        tensor = tensor / count
     return tensor if isinstance(value, Tensor) else tensor.item()
 
 
@@ -97,23 +103,30 @@ def all_gather(value: Tensor) -> Tensor:
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
     row = value.new_empty(1, *value.shape[1:])
-    found = all_gather_bytes(_to_bytes(value).numpy().tobytes(), row)
+    parts, group = _gather(_to_bytes(value).numpy().tobytes(), row), _current_group()
+    found = b"".join(parts if group is None else [parts[index] for index in _firsts_of_replicas(group)])
     flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
     return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
 
-def all_gather_bytes(value: bytes, row: Tensor | None = None) -> bytes:
-    """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ.
+def all_gather_bytes(value: bytes) -> bytes:
+    """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ."""
+    return b"".join(_gather(value))
 
-    Args: row: a tensor that is not sent; Error is raised unless its shape and dtype are equal everywhere
-    """
+
+def _gather(value: bytes, row: Tensor | None = None) -> list[bytes]:
+    """Return the bytes of all instances. Raises Error if shapes or dtypes of a `row`, which is not sent, differ."""
     group, what = _current_group(), "popdist.collectives.all_gather"
     if group is None:
-        return value
+        return [value]
     tensors = {} if row is None else {"a row": row}
-    return b"".join(
-        _after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, Tag.COLLECTIVE, what))
-    )
+    return _after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, Tag.COLLECTIVE, what))
+
+
+def _firsts_of_replicas(group: ProcessGroup) -> list[int]:
+    """Return the index, in a group, of the first instance of each replica."""
+    replicas = [rank // read_launch().instances_per_replica for rank in group.ranks]
+    return [index for index, replica in enumerate(replicas) if replica not in replicas[:index]]
 
 
 def _to_bytes(value: Tensor) -> Tensor:

@@ -81,6 +81,22 @@ def test_another_shape_in_one_instance_is_an_error_in_all(found):
         assert "(3,) torch.float32 in instances 0, 2; (4,) torch.float32 in instance 1" in one["error"]
 
 
+def of_parts_of_replicas():
+    popdist.init()
+    me = popdist.getInstanceIndex()
+    correct, rows = torch.tensor([float(me // 2)]), torch.tensor([me // 2] * (1 + me // 2))
+    names = "sum", "mean", "max"
+    return [
+        *(collectives.all_reduce(correct, op).item() for op in names),
+        collectives.all_gather(rows).tolist(),
+    ]
+
+
+def test_what_all_instances_of_a_replica_have_counts_once():
+    for ended in processes.run(of_parts_of_replicas, 4, parts=2):
+        assert ended.value == [1.0, 0.5, 1.0, [0, 1, 1]], ended.error
+
+
 def test_horovods_names_are_popdists_collectives(found):
     for me, one in enumerate(found):
         assert one["horovod"] == [
