@@ -82,7 +82,7 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
         store, greet = _store_of_start(launch, store, until)
     pando_store, torch_store = dist.PrefixStore("pando", store), dist.PrefixStore("torch", store)
     group = process_group.ProcessGroup(pando_store, launch.instance, launch.instances)
-    missing = group.await_peers("popdist.init()", until - time.monotonic(), greet)
+    missing = group.await_peers("popdist.init()", until - time.monotonic(), meanwhile=greet)
     if missing:
         raise Error(
             f"popdist.init(): after {seconds:g} s instance{'s' if len(missing) > 1 else ''}"

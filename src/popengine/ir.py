@@ -183,12 +183,12 @@ class Plan:
         """Return the slots of each ipu at a place."""
         return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}
 
-    def weights_elsewhere(self, place: Place) -> frozenset[str]:
-        """Return the canonical names of the parameters and buffers that only other processes hold."""
-        is_here = {ipu: self.places.get(ipu, place).process == place.process for ipu in self.state}
-        here = {name for ipu, names in self.state.items() if is_here[ipu] for name in names}
-        away = {name for names in self.state.values() for name in names} - here
-        return frozenset(x.key for x in self.partition.signature.parameters_and_buffers if x.name in away)
+    def holders(self) -> dict[str, int]:
+        """Return the process (in the replica) that holds each parameter and buffer, by canonical name; {} if all
+        processes of a replica run this plan alone."""
+        process_of = {name: self.places[ipu].process for ipu in self.places for name in self.state[ipu]}
+        slots = self.partition.signature.parameters_and_buffers
+        return {slot.key: process_of[slot.name] for slot in slots if slot.name in process_of}
 
     def slots_held_by(self, ipu: int) -> list[str]:
         """Return the names of the slots that an ipu holds: its state, then its copies of other ipus' weights."""

@@ -201,6 +201,8 @@ class Settings:
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
     spreads: bool = False  # whether further ipus, and the next replicas, are at these places again
     place: Place = ONE_PLACE  # of the engine
+    # Of weights and buffers that a process of several of a replica holds already: this process, by canonical name.
+    holders: dict[str, int] = field(default_factory=dict)
     replicas: tuple[int, ...] = ()  # the local replicas that the engine runs; (): all
     cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 

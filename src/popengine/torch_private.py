@@ -10,8 +10,10 @@ import contextlib
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +84,17 @@ def is_aligned(value: Tensor) -> bool:
 def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor of a class, such as `nn.Parameter`, with the memory of `value`."""
     return torch.Tensor._make_subclass(kind, value, requires_grad)  # old
+
+
+def swap_tensors(one: Tensor, other: Tensor) -> None:
+    """Swap tensors as `torch.utils.swap_tensors`, which refuses tensors with weak references, as an LSTM has to its
+    weights. The references stay right, since the objects stay."""
+    utilities: Any = torch.utils
+    try:
+        utilities.weakref = SimpleNamespace(getweakrefs=lambda _: [])  # 2.3
+        torch.utils.swap_tensors(one, other)
+    finally:
+        utilities.weakref = weakref
 
 
 def reset_parameters(layer: torch.nn.Module) -> None:

@@ -165,7 +165,7 @@ def test_the_first_may_still_save_when_the_others_have_destroyed_the_executor():
 
 def test_who_asks_for_a_part_that_was_let_go_of_is_told():
     first, second = processes.run(read_when_the_other_has_destroyed_it, 2, True)
-    told = "instance 1 was asked for its part of the optimizer's state (number 1), and has let go of it"
+    told = "instance 1 was asked for its part of weights or state by state_dict()"
     assert told in first.error
     assert "has let go of it" in second.error
 

@@ -159,9 +159,9 @@ def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> 
 def _slot_stages(
     graph: Graph, made: dict[str, PhaseAndStage], read: dict[PhaseAndStage, set[str]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return, by slot name, the stage that holds each parameter and buffer (which computes its gradient or next value,
-    or else reads it first), and the forward stage that hands on each slot which no operation computes: a changed
-    buffer's previous value, or a slot that is a result of the graph."""
+    """Return, by slot name, the stage that holds each parameter and buffer that is read or changed (which computes its
+    gradient or next value, or else reads it first), and the forward stage that hands on each slot which no operation
+    computes: a changed buffer's previous value, or a slot that is a result of the graph."""
     made_at = {(r.kind, r.key): made[r.name][1] for r in graph.results if r.name in made}
     changed, results = graph.changed_buffers, {result.name for result in graph.results}
     home, handed_on = dict[str, int](), dict[str, int]()
@@ -169,7 +169,10 @@ def _slot_stages(
         name, readers = slot.name, [of for of, names in read.items() if slot.name in names]
         if slot.role in ("parameter", "buffer"):
             kind = "gradient" if slot.role == "parameter" else "buffer"
-            home[name] = made_at.get((kind, slot.key), readers[0][1] if readers else 0)
+            first = readers[0][1] if readers else 0 if name in results else None
+            stage = made_at.get((kind, slot.key), first)
+            if stage is not None:
+                home[name] = stage
         if name in changed:
             handed_on[name] = min([home[name], *(stage for phase, stage in readers if phase == "F")])
         elif name in results:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Task, TaskKind
+from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Slot, Task, TaskKind
 from ..schedules import bounds_of_rows
 from ..settings import Place, Settings
 from ..update.optimizer_rules import RULES
@@ -33,11 +33,6 @@ class _TableWriter:
         weights = [slot for slot in signature.slots if slot.role in ("parameter", "buffer")]
         parameters = (slot for slot in weights if slot.role == "parameter")
         self.trained = {slot.name: slot.key for slot in parameters if slot.key in gradients}
-        # Weights that one ipu holds. If a replica spans several processes, all that no call changes: an inference uses
-        # those of a training, which are in one process only.
-        self.lent = set(self.trained)
-        if settings.counts.parts > 1:
-            self.lent |= {slot.name for slot in weights} & set(self.fixed)
         self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
         self.results = [  # kind, name, and the key that instructions have: see `Instruction`
             (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
@@ -45,30 +40,37 @@ class _TableWriter:
         ]
         modes = (settings.outputs, *(anchor.outputs for anchor in settings.anchors))
         self.adds_outputs = "sum" in modes
-        self.place = {ipu: settings.place_of(ipu) for ipu in partition.ipus}
+        # The weights that one ipu holds and others borrow: trained ones or, if a replica spans several processes, all.
+        of_one_ipu = self.trained if settings.counts.parts == 1 else partition.home
+        self.holder = {slot.name: self._holder_of(slot) for slot in weights if slot.name in of_one_ipu}
+        ipus = sorted({*partition.ipus, *self.holder.values()})
+        self.place = {ipu: settings.place_of(ipu) for ipu in ipus}
         self.places = list(dict.fromkeys(self.place.values()))
         self.shifts = settings.shifts(max(partition.ipus) + 1)
         # For each value and ipu, the pieces that read it and don't make it, in order of the data; and the first of
         # these pieces at each place.
         self.readers: dict[tuple[str, int], list[int]] = {}
         self.first_reader: dict[tuple[str, Place], int] = {}
-        # For each ipu, the weights that it holds and lends to others, and the other state that its pieces read.
-        held: dict[int, set[str]] = {ipu: set() for ipu in sorted(set(partition.ipus))}
-        for name in self.lent:
-            held[partition.ipus[partition.home[name]]].add(name)
+        # For each ipu, the weights that it holds, and the other state that its pieces read; and those that it borrows.
+        held = {ipu: {name for name, holder in self.holder.items() if holder == ipu} for ipu in ipus}
+        self.borrowed = {ipu: set[str]() for ipu in ipus}
         for i, piece in enumerate(self.pieces):
             ipu = partition.ipus[piece.stage]
             for name in partition.names_read_by(piece):
                 if partition.makers.get(name) != i:
                     self.readers.setdefault((name, ipu), []).append(i)
                     self.first_reader.setdefault((name, self.place[ipu]), i)
-                if name not in self.lent and not partition.is_of_micro_batch(name, i):
-                    held[ipu].add(name)
+                if not partition.is_of_micro_batch(name, i) and self.holder.get(name) != ipu:
+                    (self.borrowed if name in self.holder else held)[ipu].add(name)
         slots = [slot.name for slot in signature.slots]
         self.state = {ipu: tuple(n for n in slots if n in names) for ipu, names in held.items()}
+        # By name and place, the first ipu that keeps a changed buffer's next value, for itself or other ipus.
+        kept = [(n, ipu) for ipu in ipus for n in (held[ipu] | self.borrowed[ipu]) - self.fixed]
+        self.keeper = {(name, self.place[ipu]): ipu for name, ipu in reversed(kept)}
         self.rows: list[Task] = []
         self.row_of: dict[int, int] = {}  # piece -> its row
         self.sums: dict[int, int] = {}  # piece -> the row of its sums
+        self.rows_of_sums: list[int] = []  # with the sums of gradients of weights that another place holds
         # By name and place: the row that makes or receives a value, that loads an input, that receives a weight, that
         # writes the next value of a changed buffer (its slot); and the rows that make or read a micro-batch's value.
         self.source: dict[tuple[str, Place], int] = {}
@@ -105,6 +107,15 @@ class _TableWriter:
         self.rows.append(task)
         return len(self.rows) - 1
 
+    def _holder_of(self, slot: Slot) -> int:
+        """Return the ipu that holds a weight: that of its stage, or else one of the process that holds the weight."""
+        settings, ipus = self.settings, self.partition.ipus
+        ipu = ipus[self.partition.home[slot.name]]
+        process = settings.holders.get(slot.key, settings.place_of(ipu).process)
+        return next(
+            i for i in (ipu, *ipus, *range(len(settings.places))) if settings.place_of(i).process == process
+        )
+
     # ---- messages ------------------------------------------------------------------------------------------
 
     def _add_weights(self) -> None:
@@ -116,7 +127,7 @@ class _TableWriter:
                     for ipu in self.state
                     if ipu != source
                     and self.place[ipu] == place
-                    and (names := tuple(n for n in held if n in self.lent and (n, ipu) in self.readers))
+                    and (names := tuple(n for n in held if n in self.borrowed[ipu]))
                 }
                 origin, channel = source, f"weights of {source}"
                 if reads and place != self.place[source]:
@@ -185,20 +196,26 @@ class _TableWriter:
                 ipu = self.partition.ipus[self.pieces[first].stage]
                 send = self._append_send(task, tuple(firsts), ipu, channel, [self.row_of[number]])
                 self.messages.setdefault(first, []).append(send)
-            here = [ipu for ipu in self.state if self.place[ipu] == place]
-            held = {name: ipu for ipu in reversed(here) for name in self.state[ipu]}  # the first of its ipus
-            written = self._graph_results_of(piece, "buffer")
-            if kept := [(name, key) for name, key in written if self.buffers[key] in held]:
+            if kept := self._kept_buffers(piece, place):
                 slots = [self.buffers[key] for _, key in kept]
+                here = [ipu for ipu in self.state if self.place[ipu] == place]
                 (keep,) = _instruction_if_any("keep", kept)
-                send = self._append_send(
-                    task, keep.names, held[slots[0]], f"{piece} buffers", [self.row_of[number]]
-                )
+                ipu = self.keeper[slots[0], place]
+                send = self._append_send(task, keep.names, ipu, f"{piece} buffers", [self.row_of[number]])
                 readers = chain(*(self.readers.get((slot, ipu), ()) for slot in slots for ipu in here))
                 earlier = sorted({After(self.row_of[i]) for i in readers if i in self.row_of})
                 edges = [*earlier, After(len(self.rows), 1)]
                 received = self._append_receive(send, task, keep, after=edges)
                 self.writer.update(((slot, place), received) for slot in slots)
+            gradients = self._gradients_of(piece, place)
+            for ipu in dict.fromkeys(ipu for *_, ipu in gradients):
+                pairs = [(name, key) for name, key, other in gradients if other == ipu]
+                (added,) = _instruction_if_any("accumulate", pairs)
+                send = self._append_send(task, added.names, ipu, f"{piece} gradients", [self.row_of[number]])
+                received = self._append_receive(send, task)
+                after = After(received), After(len(self.rows), 1)
+                row = replace(task, kind="sum", ipu=ipu, after=after, instructions=(added,), frees=())
+                self.rows_of_sums.append(self._append(row, added.names))
 
     def _add_bounds(self) -> None:
         """Add the bounds of the order to the rows. A bound over places is a message without values."""
@@ -220,6 +237,17 @@ class _TableWriter:
     def _graph_results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
         """Return (name, key) of each result of the graph, of one of `kinds`, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
+
+    def _kept_buffers(self, piece: Piece, place: Place) -> list[tuple[str, str]]:
+        """Return (name, key) of each next value of a buffer that a piece computes and a place keeps."""
+        written = self._graph_results_of(piece, "buffer")
+        return [(name, key) for name, key in written if (self.buffers[key], place) in self.keeper]
+
+    def _gradients_of(self, piece: Piece, place: Place) -> list[tuple[str, str, int]]:
+        """Return (name, key, the weight's ipu) of each gradient of a piece whose weight a place holds."""
+        slot_of = {key: name for name, key in self.trained.items()}
+        found = [(n, k, self.holder[slot_of[k]]) for n, k in self._graph_results_of(piece, "gradient")]
+        return [each for each in found if self.place[each[2]] == place]
 
     def _add_piece(self, number: int) -> None:
         """Append the row of a piece; also a `sum` row if the piece writes gradients, or outputs to sum."""
@@ -244,7 +272,7 @@ class _TableWriter:
         if self.settings.finite_checks or has_side_effects(piece):
             after.append(After(row, 1))
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
-        sums = _instruction_if_any("accumulate", self._graph_results_of(piece, "gradient"))
+        sums = _instruction_if_any("accumulate", [(n, key) for n, key, _ in self._gradients_of(piece, here)])
         sums += stores if self.adds_outputs else []
         own, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
         instructions = (*own, *(() if sums else freed))
@@ -259,6 +287,7 @@ class _TableWriter:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
             added = [name for instruction in sums for name in instruction.names]
             self.sums[number] = self._append(replace(task, instructions=(*sums, *freed)), added)
+            self.rows_of_sums.append(self.sums[number])
         self._add_sends(number)
 
     def _instructions_of_piece(
@@ -274,11 +303,7 @@ class _TableWriter:
         found = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
         found.append(Instruction("compute", tuple(last), piece=number))
         found += self._hand_on([n for n in piece.writes if n in partition.makers], ipu, str(piece))
-        held = {
-            name for each in self.state if self.place[each] == self.place[ipu] for name in self.state[each]
-        }
-        kept = [(n, key) for n, key in self._graph_results_of(piece, "buffer") if self.buffers[key] in held]
-        found += [*_instruction_if_any("keep", kept), *stores]
+        found += [*_instruction_if_any("keep", self._kept_buffers(piece, self.place[ipu])), *stores]
         return found, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
@@ -326,7 +351,7 @@ class _TableWriter:
         """Append the rows that end a step, from `exchange` to `end`."""
         settings, counts, optimizer = self.settings, self.settings.counts, self.settings.optimizer
         assert optimizer is not None
-        ends = (*self.row_of.values(), *self.sums.values())
+        ends = (*self.row_of.values(), *self.rows_of_sums)
         ready = [After(row, None, counts.replicas) for row in ends]
         messages = (row for row, task in enumerate(self.rows) if task.kind in ("send", "receive"))
         ready += [After(row, None, counts.replicas) for row in messages]
@@ -335,11 +360,11 @@ class _TableWriter:
             gathers = [(row, task.piece) for row, task in enumerate(self.rows) if task.kind == "gather"]
             several = [row for row, n in gathers if self.pieces[n].gather_group_size > counts.replicas]
             before = {place: [After(row, None) for row in several] for place in self.places}
-            for number, row in self.sums.items():
+            for row in self.rows_of_sums:
                 if any(x.kind == "accumulate" for x in self.rows[row].instructions):
-                    ipu = self.rows[row].ipu
+                    ipu, piece = self.rows[row].ipu, self.rows[row].piece
                     after = [After(row, None), *before[self.place[ipu]]]
-                    before[self.place[ipu]] = [self._add_step_row("exchange", after, ipu=ipu, piece=number)]
+                    before[self.place[ipu]] = [self._add_step_row("exchange", after, ipu=ipu, piece=piece)]
             ready += chain(*before.values())
         if settings.needs_whole_gradients:
             ready.append(self._add_step_row("norm", ready, index="parameter"))

@@ -1,13 +1,25 @@
-"""Weights of ipus of other processes: tensors without memory ("meta") whose reads raise an error."""
+"""Weights of a replica in several processes: which process holds each, and those of other processes, which are tensors
+without memory ("meta") whose reads raise an error."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import Error
-from ..torch_private import DisableTorchFunctionSubclass, made_as, storage_id, tree_leaves, tree_map_only
+from ..torch_private import (
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    made_as,
+    storage_id,
+    swap_tensors,
+    tree_leaves,
+    tree_map_only,
+)
+
+_DATA: Any = Tensor.data
 
 
 class _Elsewhere:
@@ -22,7 +34,11 @@ class _Elsewhere:
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        with DisableTorchFunctionSubclass():
+        if name == "share_memory_":
+            return arguments[0]
+        if function == _DATA.__set__:
+            arguments = arguments[0], arguments[1].to("meta")
+        with DisableTorchFunctionSubclass(), nullcontext() if name == "__get__" else _WholeDraws():
             tensors = [x for x in tree_leaves([arguments, named or {}]) if isinstance(x, Tensor)]
             memory = {storage_id(x) for x in tensors if x.is_meta}
             try:
@@ -54,8 +70,65 @@ class _Elsewhere:
         return torch.clone(cast(Tensor, self)).__reduce_ex__(protocol)  # raises Error
 
 
+class _WholeDraws(TorchDispatchMode):
+    """Lets a function draw random numbers for a weight without memory as for one with memory, so that the numbers that
+    follow are the same in all processes."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            inputs = args, kwargs or {}
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x, inputs
+            )
+            function(*args, **kwargs)
+        return found
+
+
 def _class_elsewhere(kind: type[Tensor], key: str) -> type[Tensor]:
     return type(kind)(kind.__name__, (_Elsewhere, kind), {"kind": kind, "key": key})
+
+
+_MARK = "_pando_mark"  # an attribute of weights
+
+
+class Mark:
+    """What all processes of a replica know of a weight: the process that holds it, for all executors (None: each does),
+    and its storage and version counter after the latest call, from which writes are counted."""
+
+    def __init__(self, process: int | None, weight: Tensor) -> None:
+        self.process, self.is_compared = process, False  # whether all processes have had the same value
+        self.loaded = ""  # a hash of what was loaded into the weight since the latest call
+        self.set_writes(weight, 0)
+
+    def confirm(self, weight: Tensor) -> None:
+        """Note that the weight is equal in all processes."""
+        self.loaded, self.is_compared = "", True
+        self.set_writes(weight, 0)
+
+    def set_writes(self, weight: Tensor, count: int) -> None:
+        """Set the number of writes since the latest call."""
+        self._storage, self._version = weight.untyped_storage(), version_of(weight) - count
+
+    def writes(self, weight: Tensor) -> int | None:
+        """Return the number of writes to a weight since the latest call; None if its memory has been replaced."""
+        is_same = weight.untyped_storage()._cdata == self._storage._cdata
+        return version_of(weight) - self._version if is_same else None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # copies and pickles of the weight have no mark
+
+
+def mark_of(weight: Tensor) -> Mark | None:
+    return getattr(weight, _MARK, None)
+
+
+def set_mark(weight: Tensor, mark: Mark) -> None:
+    setattr(weight, _MARK, mark)
+
+
+def version_of(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
 
 
 def is_elsewhere(weight: Tensor) -> bool:
@@ -66,15 +139,20 @@ def is_elsewhere(weight: Tensor) -> bool:
 def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
     """Put the user's weight `key` into another memory, on "meta" if it is `elsewhere`: then reads raise Error. The
     object stays the same."""
+    mark, writes = mark_of(weight), None
+    if mark is not None:
+        writes = mark.writes(weight)
     kind: Any = type(weight).kind if isinstance(weight, _Elsewhere) else type(weight)
     other = made_as(_class_elsewhere(kind, key) if elsewhere else kind, memory, weight.requires_grad)
     vars(other).update(vars(weight))
     try:
-        torch.utils.swap_tensors(weight, other)  # assigning `data` refuses another kind of device
+        swap_tensors(weight, other)  # assigning `data` refuses another kind of device
     except RuntimeError as error:
         what = "which is a weight of another process's ipus, can't be freed"
         raise Error(
             f"the memory of {key}, {what if elsewhere else 'which moves to another device, can not be replaced'}:"
             f" {error}\n"
-            "  fix: drop what was computed from it by autograd (a loss), and weak references to it, before the call"
+            "  fix: drop what was computed from it by autograd (a loss) before the call"
         ) from error
+    if mark is not None and writes is not None:
+        mark.set_writes(weight, writes)

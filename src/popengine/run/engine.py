@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import PeerFailed, Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
-from .instances.process_group import group_of_size
+from .instances.process_group import Entries, group_of_size
 from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
@@ -55,6 +55,7 @@ class Engine:
         mail: Mailbox | None = None,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        self.plan, self.settings, self.train_state = plan, settings, train_state
         if plan.places:
             check_order(plan)
         device = device or devices.device_of(settings.device)
@@ -77,10 +78,9 @@ class Engine:
             if plan.places:  # the bits of a replica depend on it
                 name = "threads per operation, which torch.set_num_threads() decides"
                 compared = {**compared, "options": {**compared["options"], name: str(per_operation)}}
-            self._group.barrier(what, compared)
+            self._group.barrier(what, self._with_changes(compared))
             # Compared at each call: for other values that forward reads there are other plans.
             self._hash_of_plan = compared["plan"]
-        self.plan, self.settings, self.train_state = plan, settings, train_state
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
         peers = mail or self._group  # None: this process trains alone
@@ -90,9 +90,9 @@ class Engine:
         if self._group is not None:
             if not train_state.engines:
                 train_state.confirm(self.state.bound_parameters())
-            if (train_state.owner or plan.places) and not train_state.shard_name:
+            if (train_state.owner or counts.parts > 1) and not train_state.shard_name:
                 train_state.shard_name = self._group.publish_state(train_state)
-            train_state.release_elsewhere()
+            train_state.confirm_changes()
         train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
         if settings.is_eager:
@@ -132,11 +132,10 @@ class Engine:
         train_state, commit = self.train_state, self.train_state.commit
         commit.settle()
         self.state.bind(hyper)
-        if train_state.elsewhere:
-            train_state.release_elsewhere()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
-            self._group.barrier(name, self._fingerprint(hyper, inputs))
+            self._group.barrier(name, self._with_changes(self._fingerprint(hyper, inputs)))
+            train_state.confirm_changes()
         steps = self.settings.counts.iterations if self.settings.training else 1
         threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
         calls = list[EngineCall]()
@@ -156,6 +155,7 @@ class Engine:
             commit.settle()  # returns at once, except after Ctrl-C
             if self._group is not None:
                 train_state.confirm(self.state.bound_parameters())
+                train_state.confirm_changes()
             if recorder is not None:
                 recorder.end_call(commit.done, failed=commit.done < steps)
         failure: BaseException | None = None
@@ -205,30 +205,35 @@ class Engine:
             texts[f"batch@replica {counts.instance}"] = hash_weights(numbered)
         return texts
 
+    def _with_changes(self, texts: Fingerprint) -> Fingerprint:
+        """Return a fingerprint, with what the program has done with weights and state since the latest call."""
+        counts, own = self.settings.counts, {"optimizer state": self.train_state.optimizer_changes()}
+        if counts.parts > 1:
+            own[f"value@replica {counts.instance}"] = self.train_state.writes()
+        return {**own, **texts}
+
     # ---- state of all processes ------------------------------------------------------------------------------
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state by parameter; of all processes, if they shard it (`ProcessGroup.read_shards`)."""
-        train_state = self.train_state
-        if self._group is None or not train_state.shard_name:
-            return train_state.optimizer_states()
-        shards = self._group.read_shards(train_state.shard_name)
-        # This process's shard is last: each instance has its own states of parameters with replica groups.
-        parts = [shard["optimizer"] for shard in (*shards, shards[self._group.rank])]
-        whole = {key: state for part in parts for key, state in part.items()}
-        return {key: whole[key] for key in dict.fromkeys(self.state.trained) if key in whole}
+        """Return the optimizer state by parameter, with that of other processes: waits for these."""
+        names = self.train_state.parameters()
+        found = self.train_state.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
+        return {key: found[key] for key in names if key in found}
 
-    def read_weights_elsewhere(self) -> dict[str, Tensor]:
-        """Return the weights that only other processes of the replica hold, by canonical name: waits for these."""
-        train_state = self.train_state
-        if self._group is None or not train_state.elsewhere:
-            return {}
-        shards = self._group.read_shards(train_state.shard_name)
-        own = [shards[rank] for rank in self.settings.counts.processes_of_replica()]
-        whole: dict[str, Tensor] = {}
-        for each in (each for each in own if "weights" in each):
-            whole |= {**each["buffers"][0], **each["weights"]}
-        return {key: whole[key] for key in train_state.elsewhere & whole.keys()}
+    def read_elsewhere(self, weights: Iterable[str] = (), states: Iterable[str] = ()) -> Entries:
+        """Return weights and optimizer states, by canonical name, of the other processes that hold them: waits for all
+        processes, which have to call this, too, or to come to their next barrier."""
+        train_state, counts = self.train_state, self.settings.counts
+        if self._group is None or not train_state.shard_name:
+            return {"weights": {}, "optimizer": {}}
+        holders, owner = train_state.holders(), train_state.owner
+        wanted: dict[int, dict[str, list[str]]] = {}
+        for group, key in (*(("weights", key) for key in weights), *(("optimizer", key) for key in states)):
+            instance = owner.get(key, counts.instance) if group == "optimizer" else counts.instance
+            rank = instance * counts.parts + holders.get(key, counts.part)
+            if rank != counts.process:
+                wanted.setdefault(rank, {"weights": [], "optimizer": []})[group].append(key)
+        return self._group.read(train_state.shard_name, wanted)
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""

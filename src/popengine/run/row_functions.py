@@ -254,8 +254,10 @@ class RowFunctions:
         """Send the values that a row "send" names to another place."""
         assert self.mail is not None
         message = (task := self.plan.tasks[row]).instructions[0]
-        source = self.state.values[replica] if task.index == "step" else self.frames[replica][index]
-        values = [source[name] for name in message.names]
+        is_of_step = task.index == "step"
+        source = self.state.values[replica] if is_of_step else self.frames[replica][index]
+        first = self.state.first_buffers[replica] if is_of_step else {}
+        values = [first.get(name, source[name]) for name in message.names]
         self.mail.send(self.plan.places[message.peer], self.message_key(row, index, replica), values)
         for name in task.frees:
             del source[name]
@@ -266,8 +268,11 @@ class RowFunctions:
         task = self.plan.tasks[row]
         names, values = task.instructions[0].names, self.mail.take(self.message_key(row, index, replica))
         if task.index == "step":
-            for target in self.state.values if task.once else [self.state.values[replica]]:
-                target.update(zip(names, values, strict=True))
+            received, everywhere = dict(zip(names, values, strict=True)), range(len(self.state.values))
+            for number in everywhere if task.once else [replica]:
+                self.state.values[number].update(received)
+                buffers = received.keys() & self._changed
+                self.state.new_buffers[number].update((name, received[name]) for name in buffers)
         elif kept := _names_and_keys(task, "keep"):
             slots = [self.state.slot_of[key] for _, key in kept]
             self.state.new_buffers[replica].update(zip(slots, values, strict=True))

@@ -74,6 +74,7 @@ class State:
         self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}  # other strides: the user's, ours
         self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}  # replica groups, and rows' sources
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
+        self.first_buffers: list[dict[str, Tensor]] = []  # `new_buffers` at the begin of the step
         self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.optimizer: dict[Unit, OptimizerState] = {}
         self._bound_states: dict[Unit, tuple[Tensor, ...]] = {}  # those that `optimizer` was made from
@@ -95,8 +96,8 @@ class State:
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
         train_state.owner = self._owners() | train_state.owner
-        elsewhere = train_state.elsewhere | plan.weights_elsewhere(settings.place)
-        train_state.elsewhere = elsewhere - {slot.key for slot in self._weights}
+        if settings.counts.parts > 1:
+            train_state.add_holders(plan.holders(), settings.place.process)
         # Slots whose tensors are on another device: `bind` writes copies.
         weights = {slot.name for slot in self._weights}
         self._copies = copies_at(plan, settings.place) if settings.runs_replica(0) else weights
@@ -109,10 +110,11 @@ class State:
         least = self.settings.shard_optimizer
         if least is None or optimizer is None or optimizer.kind == OWN_STEP or counts.instances == 1:
             return {}
+        shapes = {slot.key: slot.shape for slot in self.plan.partition.signature.parameters_and_buffers}
         found: dict[str, int] = {}
         loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns
-        for unit in self.units:
-            size = prod(self._slots[self.slot_of[unit.key]].shape)
+        for unit in self.all_units:
+            size = prod(shapes[unit.key])
             is_grouped = unit.key in self.settings.replica_groups
             if unit.key in optimizer.group_of and not is_grouped and size >= least:
                 load = loads.setdefault(self.ipu_of[unit.key], [0] * counts.instances)
@@ -331,9 +333,12 @@ class State:
             new.clear()
             new.update(zip(self._changed, map(values.__getitem__, self._changed), strict=True))
         held, self.train_state.held = self.train_state.held, None
-        if held is None or not self.settings.part.before:
-            return
-        sums, buffers = held
+        if held is not None and self.settings.part.before:
+            self._continue_step(*held)
+        self.first_buffers = [dict(new) for new in self.new_buffers]
+
+    def _continue_step(self, sums: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Take the gradient sums and new buffers of the plan that has begun the step."""
         own = {key: sums[key] for key in sums.keys() & {unit.key for unit in self.units}}
         for name in self._changed:
             self.new_buffers[0][name] = buffers[self._slots[name].key].to(self.device)
@@ -345,15 +350,15 @@ class State:
 
     def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
-        buffers = {self._slots[name].key: value for name, value in self.new_buffers[0].items()}
+        buffers = {self._slots[name].key: self.new_buffers[0][name] for name in self._changed}
         self.train_state.held = dict(self.sums[0]), buffers
 
     def end_step(self) -> None:
         """Copy the new buffers into `values`, and count the step."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
-            for name, value in new.items():
-                if value is not values[name]:
-                    write(values[name], value)
+            for name in self._changed:
+                if new[name] is not values[name]:
+                    write(values[name], new[name])
         if self._repeated:
             self._repeat_rows()
         for pairs in self._copied.values():

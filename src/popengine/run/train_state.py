@@ -19,9 +19,12 @@ from ..errors import Error
 from ..torch_private import can_assign_data
 from . import devices
 from .call import Commit
-from .elsewhere import is_elsewhere, swap_memory
+from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory, version_of
+from .instances.consistency import hash_of_sample
 
 OptimizerState = dict[str, Tensor]
+
+_CONFIRMED = "_pando_confirmed"  # an attribute of optimizers: `state`, when it was equal in all processes
 
 
 class TrainState:
@@ -39,9 +42,10 @@ class TrainState:
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
         self.shard_name = ""  # under which peers read this process's shard; "": it is not published
-        # Of a replica that spans several processes: the weights that only others of them hold, by canonical name. Here
-        # they have no memory (device "meta"), so that no old value can be read.
-        self.elsewhere: frozenset[str] = frozenset()
+        # Of a replica that spans several processes: this process of it, and the process that holds each weight by the
+        # plans of this executor, by canonical name.
+        self.part = 0
+        self._holders: dict[str, int] = {}
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
@@ -58,8 +62,17 @@ class TrainState:
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of this process by canonical name: the tensors that updates change."""
-        state = self.optimizer.state
-        return {key: state[value] for key, value in self.parameters().items() if state.get(value)}
+        state, elsewhere = self.optimizer.state, self.elsewhere
+        here = {key: value for key, value in self.parameters().items() if key not in elsewhere}
+        return {key: state[value] for key, value in here.items() if state.get(value)}
+
+    def entries(self, names: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Any]]:
+        """Return the "weights" and "optimizer" states with these canonical names, if there are such states."""
+        weights, states = self.find_weights(), self.optimizer_states()
+        return {
+            "weights": {key: weights[key].detach() for key in names["weights"]},
+            "optimizer": {key: states[key] for key in names["optimizer"] if key in states},
+        }
 
     def run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run the optimizer's own `step()` on gradients by canonical name; attributes `grad` stay the program's."""
@@ -85,7 +98,8 @@ class TrainState:
         }
         if not weights:
             return found
-        present = {key: value for key, value in self.find_weights().items() if key not in self.elsewhere}
+        elsewhere = self.elsewhere
+        present = {key: value for key, value in self.find_weights().items() if key not in elsewhere}
         parameters = {key: value.detach() for key, value in present.items() if isinstance(value, Parameter)}
         buffers = {key: value.detach() for key, value in present.items() if key not in parameters}
         own = self.buffers or [{}]
@@ -122,21 +136,73 @@ class TrainState:
         if buffers:
             self.buffers = [{key: value.clone() for key, value in each.items()} for each in buffers]
 
-    def release_elsewhere(self) -> None:
-        """Free the weights that only other processes hold, and their optimizer state. Raises Error if autograd uses
-        such a weight."""
-        parameters = self.parameters() if self.elsewhere else {}
-        for key, value in self.find_weights().items() if self.elsewhere else ():
-            if key in self.elsewhere and not is_elsewhere(value):
-                swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
-                self.optimizer.state.pop(parameters.get(key), None)
+    def holders(self) -> dict[str, int]:
+        """Return the process of the replica that holds each weight, by canonical name; without weights that no plan of
+        an executor reads, which each process has."""
+        marks = {key: mark_of(value) for key, value in self.find_weights().items()}
+        found = {key: self._holders.get(key) if mark is None else mark.process for key, mark in marks.items()}
+        return {key: process for key, process in found.items() if process is not None}
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """The canonical names of weights that only other processes hold. Here they have no memory (device "meta") while
+        executors are attached, so that no old value can be read."""
+        return frozenset(key for key, process in self.holders().items() if process != self.part)
+
+    def add_holders(self, holders: Mapping[str, int], process: int) -> None:
+        """Add the holders that a plan has chosen, where this process is `process` of the replica."""
+        self._holders, self.part = {**self._holders, **holders}, process
 
     def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
-        """Let weights that only other processes hold be these tensors, where shape and dtype are equal."""
-        for key, value in self.find_weights().items() if self.elsewhere else ():
-            other = weights.get(key) if key in self.elsewhere and value.is_meta else None
-            if other is not None and (value.shape, value.dtype) == (other.shape, other.dtype):
-                swap_memory(key, value, other)
+        """Let weights that only other processes hold be these tensors."""
+        present = self.find_weights()
+        for key, value in weights.items():
+            swap_memory(key, present[key], value)
+
+    # ---- what processes compare ----------------------------------------------------------------------------
+
+    def writes(self) -> dict[str, str]:
+        """Return what the program has done with each weight since the latest call, as a text by canonical name; of new
+        weights a hash. It has to be equal in all processes of a replica, also for weights without memory."""
+        found = {}
+        for key, value in self.find_weights().items():
+            mark = mark_of(value) or Mark(None, value)
+            count = mark.writes(value)
+            texts = [f"written {count} times" if count else "" if count == 0 else "other memory"]
+            texts += [mark.loaded, "" if mark.is_compared else hash_of_sample(value)]
+            if any(texts):
+                found[key] = ", ".join(filter(None, texts))
+        return found
+
+    def optimizer_changes(self) -> dict[str, str]:
+        """Return a text if the program has loaded an optimizer state or chosen another optimizer since the latest call;
+        before the first call also a hash of each state. All have to be equal in all processes."""
+        optimizer, parameters = self.optimizer, self.parameters().items()
+        if vars(optimizer).get(_CONFIRMED) is optimizer.state:
+            return {}
+        states = (
+            [] if self.holders() else [(key, optimizer.state.get(value, {})) for key, value in parameters]
+        )
+        named = ((f"{key} {name}", value) for key, state in states for name, value in state.items())
+        hashes = {name: hash_of_sample(value) for name, value in named if isinstance(value, Tensor)}
+        return {**hashes, "all parameters": "loaded, or of another optimizer"}
+
+    def confirm_changes(self) -> None:
+        """Note that weights and optimizer state are equal in all processes: after a barrier and after a call. Free the
+        weights that only other processes hold, and their state. Raises Error if autograd uses such a weight."""
+        optimizer = self.optimizer
+        vars(optimizer)[_CONFIRMED] = optimizer.state
+        for key, value in self.find_weights().items() if self._holders else ():
+            mark = mark_of(value)
+            if mark is None:
+                set_mark(value, mark := Mark(None, value))
+            mark.process = self._holders.get(key, mark.process)
+            if mark.process not in (None, self.part) and not is_elsewhere(value):
+                swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
+            mark.confirm(value)
+        for parameter in self.parameters().values() if self._holders else ():
+            if is_elsewhere(parameter):
+                optimizer.state.pop(parameter, None)
 
     def move_to_host(self) -> bool:
         """Move weights, buffers and optimizer state from accelerators to the host's memory, unless they are lost;
@@ -194,7 +260,7 @@ class VersionStamp(NamedTuple):
 
 
 def version_stamp(value: Tensor) -> VersionStamp:
-    return VersionStamp(value, value.detach(), 0 if value.is_inference() else value._version)
+    return VersionStamp(value, value.detach(), version_of(value))
 
 
 def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]] = ()) -> bool:
@@ -224,10 +290,14 @@ def move_to(key: str, value: Tensor, memory: Tensor) -> None:
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """Copy a value into a tensor of the user's, in place."""
+    """Copy a value into a tensor of the user's, in place; `TrainState.writes` does not count it."""
+    mark = mark_of(target)
+    count = mark and mark.writes(target)
     # Tensors that were made in inference mode can be written only there.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.detach().copy_(value)
+    if mark is not None and count is not None:
+        mark.set_writes(target, count)
 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:

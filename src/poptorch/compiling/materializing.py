@@ -1,7 +1,7 @@
 """Models that are made on the device "meta": their weights get memory and values when they are first needed; in each
 process those of its ipus only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
-from popengine.run.elsewhere import is_elsewhere, swap_memory
+from popengine.run.elsewhere import Mark, is_elsewhere, set_mark, swap_memory
+from popengine.run.instances.consistency import hash_of_sample
 from popengine.torch_private import reset_parameters
 
 from .arguments import weights_of
@@ -38,9 +39,10 @@ def materialize(model: Model, init: Callable[[nn.Module], Any] | None = None) ->
     return model
 
 
-def fill_weights(model: nn.Module, elsewhere: frozenset[str]) -> None:
-    """Fill the weights on "meta" of a model for which `materialize` was called, layer by layer; those `elsewhere`, by
-    canonical name, lose their memory again. Raises Error for weights that `init` does not set."""
+def fill_weights(model: nn.Module, holders: Mapping[str, int], process: int) -> None:
+    """Fill the weights on "meta" of a model for which `materialize` was called, layer by layer; those that another
+    process than `process` holds (of `holders`, by canonical name) lose their memory again. The random state has to be
+    equal in all processes. Raises Error for weights that `init` does not set."""
     if not hasattr(model, _PENDING):
         return
     init, random_state = getattr(model, _PENDING)
@@ -70,8 +72,11 @@ def fill_weights(model: nn.Module, elsewhere: frozenset[str]) -> None:
             raise
         for key, value in own.items():  # a tied weight keeps the values of its first layer
             memory = value.detach()
-            memory = filled.setdefault(key, memory.to("meta") if key in elsewhere else memory)
-            swap_memory(key, value, memory, elsewhere=key in elsewhere)
+            is_elsewhere = holders.get(key, process) != process
+            memory = filled.setdefault(key, memory.to("meta") if is_elsewhere else memory)
+            swap_memory(key, value, memory, elsewhere=is_elsewhere)
+            set_mark(value, mark := Mark(holders.get(key), value))
+            mark.loaded, mark.is_compared = f"drawn from {hash_of_sample(random_state)}", True
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(random_state)

@@ -158,6 +158,8 @@ class Compilation:
         if optimizer is not None:
             optimizer = replace(optimizer, group_of=dict(run.group_of))
         settings = engine_settings(options, self.model.training, optimizer, groups)
+        if settings.counts.parts > 1:
+            settings = replace(settings, holders=self.plans.state.holders())
         self.link.check_own_step(settings)
         arguments.check_batch(call, run.counts)
         if not self.plans.loaded:

@@ -6,8 +6,10 @@ Its parts: calls (`calls.py`), compilation and modes (`compilation.py`), plans a
 optimizer (`optimizer_link.py`), the model (`wrapped_model.py`), files (`executable_file.py`).
 """
 
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Self, final
@@ -15,6 +17,9 @@ from typing import Any, Self, final
 from torch import Tensor
 
 from popengine.errors import Error
+from popengine.run.instances.connections import InstancesDiffer, PeerFailed, PeerLost
+from popengine.run.instances.process_group import current
+from popengine.settings import Counts
 
 from ..annotating.blocks import module_repr
 from ..compiling.compilation_log import Overview
@@ -39,10 +44,14 @@ class PoplarExecutor:
     """
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
+        with _failing_together(options, training):
+            self._init(model, options, training, optimizer)
+
+    def _init(self, model: Any, options: Options | None, training: bool, optimizer: Any) -> None:
         self._wrapped = wrapped = wrapped_model.wrap(model, options, training)
         self._plans = LoadedPlans(wrapped.options, wrapped.user)
         if wrapped.options.Distributed.instances_per_replica > 1:
-            wrapped_model.read_weights_elsewhere(wrapped.user, self._plans)
+            wrapped_model.share_out(wrapped.user, self._plans)
         self._optimizer_link = OptimizerLink(wrapped, self._plans)
         self._compilation = Compilation(wrapped, self._plans, self._optimizer_link)
         self._calls = Calls(self._compilation)
@@ -69,7 +78,7 @@ class PoplarExecutor:
                 the weights are then those of the last finished update (see `finished_updates`), and the model
                 can be called again
         """
-        with self._lock:
+        with self._lock, _failing_together(self.options, self._wrapped.training):
             if not self._plans.loaded:
                 self._mark()
             return self._calls.run(args, kwargs)
@@ -82,7 +91,7 @@ class PoplarExecutor:
         if self.isCompiled() and not self._compilation.most_plans:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
-        with self._lock:
+        with self._lock, _failing_together(self.options, self._wrapped.training):
             self._mark()
             for run in self._calls.split(self._calls.bind(args, kwargs)):
                 if self._plans.find_plan(run) is None:
@@ -98,7 +107,8 @@ class PoplarExecutor:
         Raises: Error, if the model is not compiled, or is attached already; AssertionError for ConnectionType.Never
         """
         if not self._plans.waits_for_first_call:
-            self._compilation.attach()
+            with _failing_together(self.options, self._wrapped.training):
+                self._compilation.attach()
 
     def detachFromDevice(self) -> None:
         """Release the devices. The state stays. If a replica spans several processes, each gets all weights, so all
@@ -420,3 +430,17 @@ class PoplarExecutor:
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)
         self._plans.has_file_state = True
+
+
+@contextlib.contextmanager
+def _failing_together(options: Options | None, training: bool) -> Iterator[None]:
+    """After an error inside the `with`, let the processes that run the model with this one raise an error, too."""
+    counts = options._counts() if isinstance(options, Options) else Counts()
+    group = current() if counts.parts > 1 or (training and counts.instances > 1) else None
+    number = -1 if group is None else group.number
+    try:
+        yield
+    except Exception as error:  # after Ctrl-C the engine has told the others, unless the call is whole
+        if group is not None and not isinstance(error, (PeerFailed, PeerLost, InstancesDiffer)):
+            group.abort(f"failed: {error or type(error).__name__}", number)
+        raise

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from popengine.errors import Error
 from popengine.run import devices
 from popengine.run.device_engines import DeviceEngines
+from popengine.run.elsewhere import is_elsewhere
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
 
@@ -168,7 +169,7 @@ class LoadedPlans:
 
     def _new_engine(self, plan: LoadedPlan) -> Engine:
         executable, settings = plan.executable, plan.executable.settings
-        fill_weights(self._model, executable.plan.weights_elsewhere(settings.place))
+        fill_weights(self._model, executable.plan.holders(), settings.place.process)
         if settings.counts.parts == 1 and executable.plan.is_spread:
             engine = DeviceEngines(executable.plan, settings, self.state, executable.present_tensors)
         else:
@@ -208,8 +209,9 @@ class LoadedPlans:
 
     def fill_elsewhere(self) -> None:
         """If the model is attached, give it the weights that other processes of the replica hold: waits for these."""
-        if self.engine is not None:
-            self.state.fill_elsewhere(self.engine.read_weights_elsewhere())
+        if self.engine is not None and self.engine.settings.counts.parts > 1:
+            names = [key for key, value in self.state.find_weights().items() if is_elsewhere(value)]
+            self.state.fill_elsewhere(self.engine.read_elsewhere(names)["weights"])
 
     def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
         """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""

@@ -291,9 +291,9 @@ def _gather_state(
         states = link._plans.optimizer_states()
         whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
         return {**state_dict, "state": whole}
+    elsewhere = state.elsewhere | {name for name, owner in state.owner.items() if owner != here}
     for name, parameter in state.parameters().items():
-        is_elsewhere = name in state.elsewhere or state.owner.get(name, here) != here
-        if is_elsewhere and not optimizer.state.get(parameter):
+        if name in elsewhere and not optimizer.state.get(parameter):
             raise Error(
                 "the optimizer's state was shared out over the instances, and has gone with its executor\n"
                 "  fix: call state_dict() before destroy()"

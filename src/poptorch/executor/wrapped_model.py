@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from popengine.compile.recording.current_capture import current
 from popengine.errors import Error, did_you_mean, without_internal_frames
+from popengine.run.elsewhere import Mark, is_elsewhere, mark_of, set_mark
+from popengine.run.instances.consistency import hash_of_sample
 from popengine.run.train_state import TrainState, move_to_host
 
 from ..annotating.replica_groups import GroupableParameter, Grouping
@@ -215,49 +217,78 @@ def return_weights(model: nn.Module, args: Any, kwargs: Any) -> None:
         move_to_host(weights_of(model))
 
 
-class _ReadsElsewhere:
-    """Hooks of a model of which other processes hold weights, and of its parts; copies and pickles of them do nothing.
-    (A weak reference, because a capture searches what hooks refer to for tensors that forward left.)"""
+class _SharedOut:
+    """Hooks of the modules of a model of which other processes hold weights, for all its executors; copies and pickles
+    do nothing. (Weak references, because a capture searches what hooks refer to for tensors that forward left.)"""
 
-    def __init__(self, plans: LoadedPlans | None = None, is_part: bool = False) -> None:
-        self._plans: Callable[[], LoadedPlans | None] = type(None) if plans is None else weakref.ref(plans)
-        self._is_part = is_part
+    def __init__(self) -> None:
+        self.executors: list[weakref.ref[LoadedPlans]] = []
+        # The latest `state_dict()`, and the copies in it, by the id of the weight: a tied weight has one.
+        self._latest: Callable[[], Any] = type(None)
+        self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
+    def _named(self, module: nn.Module, prefix: str, keys: Container[str]) -> dict[str, Tensor]:
+        """Return a module's own weights by their `keys` in a `state_dict()`, if a process of the replica holds one."""
+        named = chain(module._parameters.items(), module._buffers.items())
+        own = {prefix + key: value for key, value in named if value is not None and prefix + key in keys}
+        holders = (mark.process for value in own.values() if (mark := mark_of(value)) is not None)
+        return own if any(process is not None for process in holders) else {}
+
     def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Add the values of such weights to a `state_dict()`, unless a module that contains this one will."""
-        plans = self._plans()
-        missing = {key for key, value in found.items() if isinstance(value, Tensor) and value.is_meta}
-        if missing and plans is not None and plans.engine is not None and not (self._is_part and prefix):
-            weights = plans.engine.read_weights_elsewhere()
-            names = _canonical_names(plans, module, prefix).items()
-            found.update({key: weights[name] for key, name in names if key in missing and name in weights})
+        """Replace a module's own weights in a `state_dict()` by copies, those of other processes by theirs."""
+        own, known = self._named(module, prefix, found), [plans for ref in self.executors if (plans := ref())]
+        plans = next((plans for plans in known if plans.engine is not None), None)
+        away = [key for key, value in own.items() if is_elsewhere(value)]
+        if plans is not None and plans.engine is not None and own:
+            if self._latest() is not found:
+                self._latest, self._copies = weakref.ref(found), weakref.WeakValueDictionary()
+            names = {id(value): name for name, value in plans.state.find_weights().items()}
+            new = [names[id(own[key])] for key in away if id(own[key]) not in self._copies]
+            weights = plans.engine.read_elsewhere(new)["weights"]
+            for key, value in own.items():
+                copied = self._copies.get(id(value))
+                if copied is None:
+                    copied = weights[names[id(value)]] if key in away else value.detach().clone()
+                found[key] = self._copies[id(value)] = copied
+        elif away:
+            raise Error(
+                f"other processes hold {', '.join(away[:5])}, and no executor of the model is attached that could read"
+                " them\n"
+                "  fix: keep the executor, and call state_dict() before it goes; or call its destroy() in all instances"
+            )
 
-    def take(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Give such weights the values that are to be loaded."""
-        if (plans := self._plans()) is not None:
-            names = _canonical_names(plans, module, prefix).items()
-            plans.state.fill_elsewhere({name: given[key] for key, name in names if key in given})
+    def note_load(
+        self, module: nn.Module, given: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        """Note a hash of what is loaded into a module's own weights, which all processes compare before the next call.
+        Into those of other processes load no values, which torch would warn of."""
+        for key, value in self._named(module, prefix, given).items():
+            mark, new = mark_of(value), given[key]
+            if mark is not None and isinstance(new, Tensor) and not new.is_meta:
+                mark.loaded = f"loaded {hash_of_sample(new)}"
+                if is_elsewhere(value) and not metadata.get("assign_to_params_buffers"):
+                    given[key] = new.to("meta")
 
 
-def _canonical_names(plans: LoadedPlans, module: nn.Module, prefix: str) -> dict[str, str]:
-    """Return the canonical names, in the executor's model, of the weights of one of its modules, by their keys in the
-    module's `state_dict(prefix=prefix)`."""
-    names = {id(value): name for name, value in plans.state.find_weights().items()}
-    parameters = module.named_parameters(remove_duplicate=False)
-    named = chain(parameters, module.named_buffers(remove_duplicate=False))
-    return {prefix + key: names[id(value)] for key, value in named if id(value) in names}
+_SHARED_OUT = "_pando_shared_out"
 
 
-def read_weights_elsewhere(model: nn.Module, plans: LoadedPlans) -> None:
+def share_out(model: nn.Module, plans: LoadedPlans) -> None:
     """Let `state_dict()` of a model or a part of it return all weights, if other processes hold some of them: waits for
-    these. After `load_state_dict()` such weights are the dictionary's tensors, without a copy, until the next call."""
-    for module in model.modules():
-        hooks = _ReadsElsewhere(plans, module is not model)
-        module.register_state_dict_post_hook(hooks)
-        module.register_load_state_dict_pre_hook(hooks.take)
+    these."""
+    hooks = vars(model).get(_SHARED_OUT)
+    if hooks is None:
+        hooks = vars(model)[_SHARED_OUT] = _SharedOut()
+        for module in model.modules():
+            module.register_state_dict_post_hook(hooks)
+            module.register_load_state_dict_pre_hook(hooks.note_load)
+    hooks.executors.append(weakref.ref(plans))
+    for weight in weights_of(model).values():
+        if mark_of(weight) is None:
+            set_mark(weight, Mark(None, weight))
 
 
 def check_buffer_classes(model: nn.Module) -> None:

@@ -88,6 +88,10 @@ def join_torch_threads(seconds: float) -> bool:
     return True
 
 
+class InstancesDiffer(Error):
+    """The error in all instances after a barrier at which something differs that has to be equal."""
+
+
 class PeerFailed(Error):
     """The error after a peer has failed. All instances have the weights of the last finished update."""
 
@@ -120,7 +124,7 @@ class Connections:
         self.peers = [peer for peer in range(size) if peer != rank]
         self._store, self._name = store, name
         self._group: _Gloo | None = None
-        self._number = 0  # of the gloo group; the next one after a failure
+        self.number = 0  # of the gloo group; the next one after a failure
         self._failure = ""  # why the previous gloo group was closed
         self._has_ended = False  # a peer or this process has ended: there is no next gloo group
         self._lock = threading.RLock()
@@ -141,7 +145,7 @@ class Connections:
 
     def _begin_message(self, operation: str, value: Tensor, peer: int, tag: int) -> Message:
         with self._lock:
-            group, number = self._group, self._number
+            group, number = self._group, self.number
             if group is None:
                 raise self._new_error()
         try:
@@ -151,7 +155,7 @@ class Connections:
 
     def wait(self, messages: Iterable[Message], what: str) -> None:
         """Wait until messages are sent or received; warnings name `what`. Raises PeerFailed or PeerLost."""
-        thread, number = threading.get_ident(), self._number
+        thread, number = threading.get_ident(), self.number
         for work, peer in messages:
             self._waits[thread] = _PeerWait(self.ranks[peer], what)
             try:
@@ -202,10 +206,10 @@ class Connections:
             if self._group is not None:
                 return
             try:
-                if missing := self.await_peers(what, self._limit):
+                if missing := self.await_peers(what, self._limit, "connecting"):
                     raise RuntimeError(_limit_text(missing[0], what, self._limit))
                 self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
-                store = dist.PrefixStore(f"{self._name}/{self._number}", self._store)
+                store = dist.PrefixStore(f"{self._name}/{self.number}", self._store)
                 # Gloo's limit comes later than this class's: it would say less.
                 seconds = timedelta(seconds=self._limit + WARN_AFTER)
                 group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=seconds)
@@ -220,14 +224,16 @@ class Connections:
             _mark_lost_peer(False)
 
     def await_peers(
-        self, what: str, seconds: float, meanwhile: Callable[[], None] | None = None
+        self, what: str, seconds: float, key: str = "here", meanwhile: Callable[[], None] | None = None
     ) -> list[int]:
-        """Write to the store that this instance has come, wait at most `seconds` for all peers to do so, and return the
-        global ranks of missing peers. Raises RuntimeError if a peer or this process ends."""
+        """Write to the store, at `key`, that this instance has come, wait at most `seconds` for all peers to do so, and
+        return the global ranks of missing peers. Raises RuntimeError if a peer or this process ends, PeerFailed if one
+        fails."""
         if not self._is_watched:
             self._is_watched = True
             TorchThread(self._watch_waits).start()
-        prefix, until, pause = f"{self._name}/{self._number}/here/", time.monotonic() + seconds, 0.001
+        prefix, until, pause = f"{self._name}/{self.number}/{key}/", time.monotonic() + seconds, 0.001
+        broken = f"{self._name}/{self.number}/broken"
         self._store.set(f"{prefix}{self.rank}", "1")
         wait = self._waits[threading.get_ident()] = _PeerWait(self.ranks[self.peers[0]], what)
         missing = self.peers
@@ -238,6 +244,10 @@ class Connections:
                     meanwhile()
                 if self._store.check([f"left/{wait.peer}"]):
                     raise RuntimeError(f"instance {wait.peer} has ended")
+                if self._store.check([broken]):
+                    with self._lock:
+                        self._close_group(*json.loads(self._store.get(broken)))
+                    raise self._new_error()
                 if time.monotonic() > until:
                     break
                 if _process_ends.wait(pause):
@@ -257,15 +267,16 @@ class Connections:
 
     # ---- failures ----------------------------------------------------------------------------------------
 
-    def abort(self, why: str) -> None:
-        """Close the gloo group after a failure in this instance, if connected. All threads that wait for messages, also
-        in peers, then raise PeerFailed with the text "instance N", then `why`."""
-        self._abort(f"instance {self.ranks[self.rank]} {why}", False)
+    def abort(self, why: str, number: int = -1) -> None:
+        """Close the gloo group after a failure in this instance, if connected, or if its number is `number`. All
+        threads that wait for it, also in peers, then raise PeerFailed with the text "instance N", then `why`."""
+        self._abort(f"instance {self.ranks[self.rank]} {why}", False, number)
 
-    def _abort(self, why: str, ends: bool) -> None:
-        """Close the gloo group, if connected, here and in all peers, with this reason. `ends`: whether the run ends"""
+    def _abort(self, why: str, ends: bool, number: int = -1) -> None:
+        """Close the gloo group here and in all peers, if connected or if its number is `number`, with this reason.
+        `ends`: whether the run ends"""
         with self._lock:
-            if self._group is not None:
+            if self._group is not None or (number == self.number and not self._has_ended):
                 publishing = TorchThread(self._publish_failure, why, ends)
                 publishing.start()
                 publishing.join(1.0)  # the store may be in a process that is stopped
@@ -279,7 +290,7 @@ class Connections:
 
     def _publish_failure(self, why: str, ends: bool) -> tuple[str, bool]:
         """Write (why, whether the run ends) to the store, or read a peer's pair; return that which counts."""
-        key = f"{self._name}/{self._number}/broken"
+        key = f"{self._name}/{self.number}/broken"
         with suppress(RuntimeError):
             why, ends = json.loads(self._store.compare_set(key, "", json.dumps([why, ends])))
         return why, ends
@@ -287,7 +298,7 @@ class Connections:
     def _close_after_error(self, error: Exception, peer: int, number: int) -> Error:
         """Close gloo group `number`, if it is open, after a message to or from `peer` failed; return the error."""
         with self._lock:
-            if self._group is not None and self._number == number:
+            if self._group is not None and self.number == number:
                 gone = f"instance {self.ranks[peer]} has left the run ({str(error).splitlines()[0]})"
                 self._close_group(*self._publish_failure(gone, True))
                 _mark_lost_peer(True)
@@ -295,11 +306,10 @@ class Connections:
 
     def _close_group(self, why: str, ends: bool) -> None:
         """Close the gloo group by a receive that times out, which ends all waits; store why it was closed."""
-        group, self._group = self._group, None
-        assert group is not None
-        self._failure, self._has_ended = why, ends
-        self._number += 1
-        for peer in self.peers:  # a receive from a peer that has ended closes nothing
+        group: Any = self._group
+        self._group, self._failure, self._has_ended = None, why, ends
+        self.number += 1
+        for peer in self.peers if group else ():  # a receive from a peer that has ended closes nothing
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, Tag.CUT).wait(timedelta(milliseconds=1))
 

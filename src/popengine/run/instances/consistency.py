@@ -20,6 +20,7 @@ HEADER = 384  # bytes
 _SHOWN = 6  # differences that the error lists
 _LISTED = 8  # constants with more elements are shown as a hash
 _WIDTH = 120  # characters of a value that are shown
+_BLOCK = 4096  # bytes
 
 
 def barrier_header(what: str, fingerprint: Fingerprint) -> Tensor:
@@ -68,7 +69,8 @@ def describe_differences(
         + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *more])
         + "  nothing has changed in any instance\n"
         "  fix: run the same program with the same options in all; torch.manual_seed(...) before the model is built,"
-        " or popdist.collectives.broadcast(model.state_dict()), makes the first weights equal"
+        " or popdist.collectives.broadcast(model.state_dict()), makes the first weights equal; load and write weights"
+        " and optimizer state in all instances, after copyWeightsToHost() with functions that skip meta tensors"
     )
 
 
@@ -155,6 +157,16 @@ def _constants(plan: Plan) -> dict[str, str]:
 def hash_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of each weight's values, by canonical name."""
     return {key: _hash_of_tensor(value) for key, value in sorted(weights.items())}
+
+
+def hash_of_sample(value: Tensor) -> str:
+    """Return a hash of at most 64 blocks of a weight, because a file-mapped one is read page by page."""
+    if value.is_meta:
+        return "no values"
+    memory = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    step = max(_BLOCK, len(memory) // 64 // _BLOCK * _BLOCK)
+    blocks = [memory[start : start + _BLOCK] for start in range(0, len(memory), step)]
+    return _hash_of_bytes(torch.cat([*blocks, memory[-_BLOCK:]]).numpy().data)
 
 
 def rates_as_texts(hyper: Hyper) -> dict[str, str]:

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import Error
-from ...torch_private import default_store
+from ...torch_private import default_store, tree_leaves, tree_map_only
 from ..train_state import TrainState
-from .connections import Connections, Tag, TorchThread, join_torch_threads
+from .connections import Connections, InstancesDiffer, Message, Tag, TorchThread, join_torch_threads
 from .consistency import (
     HEADER,
     Fingerprint,
@@ -57,7 +58,8 @@ def call_in_thread(work: Callable[[], T]) -> T:
     return future.result()
 
 
-Shard = dict[str, Any]  # see `TrainState.export`
+Names = Mapping[str, Sequence[str]]  # of "weights", and of parameters with optimizer state ("optimizer")
+Entries = dict[str, dict[str, Any]]  # their values, in the same two groups
 
 
 class ProcessGroup(Connections):
@@ -69,7 +71,7 @@ class ProcessGroup(Connections):
         super().__init__(store, rank, size, name, ranks)
         self._barrier_lock = threading.Lock()  # one thread at a time is at a barrier
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-        # The shards of this instance that peers may read, by the name that `publish_state` returned.
+        # The states that peers may read, by the name that `publish_state` returned.
         self._published = 0  # number of names
         self._states: weakref.WeakValueDictionary[str, TrainState] = weakref.WeakValueDictionary()
         self._withdrawn: dict[str, TrainState] = {}  # those that peers may read until the next barrier only
@@ -110,9 +112,8 @@ class ProcessGroup(Connections):
         return self._subgroups[key]
 
     def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
-        """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read all shards
-        (`read_shards`), send this instance's, too, and exchange headers again; if `what` is the first such read,
-        return."""
+        """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read states (`read`), send them
+        what they read, and exchange headers again; if `what` is the first such read, return."""
         mine = barrier_header(what, fingerprint)
         while True:
             headers = self._all_gather_vectors(mine, [HEADER] * self.size, Tag.BARRIER, what)
@@ -127,18 +128,20 @@ class ProcessGroup(Connections):
                 break
             if min(readings) == what:
                 return
-            self._gather_shards(min(readings))
+            self._exchange_entries(min(readings), {})
         texts = self.all_gather_bytes(json.dumps([what, fingerprint]).encode(), Tag.FINGERPRINT, what)
         whats, others = zip(*map(json.loads, texts), strict=True)
-        raise Error(describe_differences(whats, others, self.ranks))
+        raise InstancesDiffer(describe_differences(whats, others, self.ranks))
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
     def publish_state(self, state: TrainState) -> str:
-        """Let peers read this instance's optimizer state, held by a weak reference; return its name, for
-        `read_shards`. All instances must publish their states in the same order."""
+        """Let peers read this instance's weights and optimizer state, held by a weak reference; return its name, for
+        `read`. All instances must publish their states in the same order."""
         self._published += 1
-        name = f"{_READING}the optimizer's state (number {self._published})"
+        name = (
+            f"{_READING}weights or state by state_dict(), to be called in all instances ({self._published})"
+        )
         self._states[name] = state
         return name
 
@@ -148,23 +151,49 @@ class ProcessGroup(Connections):
         if state is not None and not self._has_ended:
             self._withdrawn[name] = state
 
-    def read_shards(self, name: str) -> list[Shard]:
-        """Return the states `name` of all instances, by rank. Waits until each peer reads, too, or is at its next
-        barrier. Raises PeerFailed if a peer has dropped its state, PeerLost if a peer has ended."""
-        return self.barrier(name, work=lambda: self._gather_shards(name))
+    def read(self, name: str, wanted: Mapping[int, Names]) -> Entries:
+        """Return entries of the state `name` of other instances: those `wanted` of each rank, if it has them. Waits
+        until each peer reads, too, or is at its next barrier. Raises PeerFailed if a peer has dropped its state,
+        PeerLost if a peer has ended."""
+        return self.barrier(name, work=lambda: self._exchange_entries(name, wanted))
 
-    def _gather_shards(self, name: str) -> list[Shard]:
-        """Send this instance's state `name` to all peers, and return the states of all instances, by rank."""
-        file = io.BytesIO()
-        try:
-            state = self._states[name]
-            torch.save(state.export(weights=bool(state.elsewhere)), file)
-        except BaseException as error:
-            why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
-            self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
-            raise self._new_error() from error
-        parts = self.all_gather_bytes(file.getvalue(), Tag.READ, name)
-        return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+    def _exchange_entries(self, name: str, wanted: Mapping[int, Names]) -> Entries:
+        """Send peers the entries of the state `name` that they want, and return those `wanted` of each peer, which come
+        tensor by tensor, so that no process needs memory for more."""
+        texts = self.all_gather_bytes(json.dumps(wanted).encode(), Tag.READ, name)
+        asked = {peer: json.loads(texts[peer]).get(str(self.rank)) for peer in self.peers}
+        sending, found = list[Message](), Entries(weights={}, optimizer={})
+        for peer in (peer for peer in self.peers if asked[peer]):
+            try:
+                entries = self._states[name].entries(asked[peer])
+            except BaseException as error:
+                why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
+                self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
+                raise self._new_error() from error
+            plain = tree_map_only(Tensor, lambda x: x.detach().cpu().resolve_conj().resolve_neg(), entries)
+            file = io.BytesIO()
+            torch.save(tree_map_only(Tensor, lambda x: x.to("meta"), plain), file)
+            form = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+            values = (value for value in tree_leaves(plain) if isinstance(value, Tensor) and value.numel())
+            for value in (torch.tensor([len(form)]), form, *values):
+                memory = value.contiguous().view(-1).view(torch.uint8)
+                sending.append(self.send(memory, peer, Tag.READ))
+        for peer in wanted:
+            receive = partial(self._receive_like, peer, name)
+            form = receive(torch.empty(int(receive(torch.empty(1, dtype=torch.int64))), dtype=torch.uint8))
+            like = torch.load(io.BytesIO(form.numpy().tobytes()), weights_only=True)
+            for group, entries in tree_map_only(Tensor, receive, like).items():
+                found[group].update(entries)
+        self.wait(sending, name)
+        return found
+
+    def _receive_like(self, peer: int, what: str, like: Tensor) -> Tensor:
+        """Return a tensor that a peer sends, with the shape, strides and dtype of another one."""
+        value = torch.empty(like.shape, dtype=like.dtype)
+        if value.numel():
+            self.wait([self.receive(value.view(-1).view(torch.uint8), peer, Tag.READ)], what)
+        is_dense = value.stride() == like.stride()
+        return value if is_dense else torch.empty_like(like, device="cpu").copy_(value)
 
     def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
         """Return the bytes `mine` of all instances, by rank. To be called in the work of `barrier`."""

@@ -1,0 +1,353 @@
+"""Ipus in processes: who writes or reads a weight, a buffer, a state, when, and with which executors around it.
+
+One program makes event after event, with calls of a trainer, of a second one that shares layers, and of a predictor in
+between. All processes make an event: the bits of one process. A single process makes it: an error in all processes that
+names the weight; when the others have made it, too, the bits of one process. One process reads: its values are right.
+"""
+
+import io
+
+import processes
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import popdist
+import popdist.poptorch
+import poptorch
+
+
+class Net(nn.Module):
+    """Blocks A to D, on four ipus. BatchNorm on ipus 0 and 2; a head of training only; layers of evaluation only, and
+    that forward does not read; a weight that two ipus use, and a layer that `moved` moves to another ipu."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = False
+        self.a, self.norm1, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.drop, self.c, self.norm2 = nn.Dropout(0.2), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.d, self.auxiliary, self.evaluated = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 4)
+        self.unread, self.mixed, self.moving = nn.LSTM(4, 4), nn.LSTM(4, 4, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x, label):
+        output, loss = self.values(x, label)
+        with poptorch.Block("D"):
+            return output, poptorch.identity_loss(loss, reduction="none")
+
+    def values(self, x, label):
+        with poptorch.Block("A"):
+            a = self.norm1(self.a(x))
+        with poptorch.Block("B"):
+            b = self.drop(torch.relu(self.b(a)))
+            b = self.moving(b) if not self.moved else b
+        with poptorch.Block("C"):
+            b = self.moving(b) if self.moved else b
+            c = self.mixed(self.norm2(torch.tanh(self.c(b))).view(-1, 4, 4))[0].flatten(1)
+            auxiliary = self.auxiliary(c) if self.training else None
+        with poptorch.Block("D"):
+            output = self.d(functional.linear(c, self.b.weight) + a)
+            output = output if self.training else self.evaluated(output)
+            loss = functional.cross_entropy(output, label)
+            if auxiliary is not None:
+                loss = loss + 0.3 * functional.cross_entropy(auxiliary, label)
+            return output, loss
+
+
+class Second(nn.Module):
+    """Trains a layer of its own on the outputs of a network, of which it also changes the running statistics."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.own = net, nn.Linear(4, 4)
+
+    def forward(self, x, label):
+        output, _ = self.net.values(x, label)
+        with poptorch.Block("D"):
+            return output, functional.cross_entropy(self.own(output.detach()), label)
+
+
+class Program:
+    """The model and its executors, in one process or several. `replicas`: in one process, of all of them."""
+
+    def __init__(self, optimizer, replicas, has_others=True):
+        self.replica, self.replicas, self.calls, self.saved = 0, replicas, 0, {}
+        if popdist.isPopdistEnvSet():
+            self.replica = popdist.getInstanceIndex() // popdist.getNumInstancesPerReplica()
+        self.model = model = Net()
+        self.optimizer = optimizer(model.parameters(), lr=0.01)
+        self.trainer = poptorch.trainingModel(model, self.options(8), self.optimizer)
+        self.executors, self.trains = [self.trainer], [True, True, False]
+        if has_others:
+            second = Second(model)
+            sgd = poptorch.optim.SGD(second.own.parameters(), lr=0.1)
+            self.executors.append(poptorch.trainingModel(second, self.options(8), sgd))
+            self.executors.append(poptorch.inferenceModel(model, self.options(1)))
+
+    def options(self, accumulation):
+        options = popdist.poptorch.Options(4) if popdist.isPopdistEnvSet() else poptorch.Options()
+        if not popdist.isPopdistEnvSet():
+            options.replicationFactor(self.replicas)
+        options.deviceIterations(8 // accumulation).Training.gradientAccumulation(accumulation)
+        options.randomSeed(3).outputMode(poptorch.OutputMode.All).showCompilationProgressBar(False)
+        stages = [poptorch.Stage(block).ipu(ipu) for ipu, block in enumerate("ABCD")]
+        return options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+
+    def batch(self):
+        """The rows of the replicas of this process: [8 micro-batches, replicas, 2 rows], flattened."""
+        data, rows = torch.Generator().manual_seed(self.calls), 16 * self.replicas
+        values = torch.randn(rows, 8, generator=data), torch.randint(0, 4, (rows,), generator=data)
+        return values if not popdist.isPopdistEnvSet() else [self.of_replica(x, self.replica) for x in values]
+
+    def of_replica(self, value, replica):
+        return value.unflatten(0, (8, self.replicas, -1))[:, replica].flatten(0, 1).contiguous()
+
+    def call(self):
+        """The outputs of a call of each executor, by replica."""
+        outputs = []
+        for executor, trains in zip(self.executors, self.trains, strict=False):
+            self.model.train(trains)
+            outputs += executor(*self.batch())
+        self.calls += 1
+        self.model.train()
+        if popdist.isPopdistEnvSet():
+            return {self.replica: [value.numpy().tobytes() for value in outputs]}
+        return {
+            replica: [self.of_replica(value, replica).numpy().tobytes() for value in outputs]
+            for replica in range(self.replicas)
+        }
+
+    def weights(self, values):
+        """The bytes of tensors, of replica 0 also those of running statistics, which each replica has of its own."""
+        return {
+            name: value.detach().numpy().tobytes()
+            for name, value in values.items()
+            if torch.is_tensor(value) and (self.replica == 0 or "norm" not in name)
+        }
+
+    def states(self):
+        states = self.optimizer.state_dict()["state"].items()
+        return {number: self.weights(state) for number, state in states if state}
+
+
+# ---- events: functions of a program ----------------------------------------------------------------------------
+
+
+def multiply_weights(program):
+    with torch.no_grad():
+        for weight in program.model.parameters():
+            weight.mul_(0.9)
+
+
+def write_first_weight(program):
+    with torch.no_grad():
+        program.model.a.weight[0] += 1
+
+
+def write_last_weight(program):
+    with torch.no_grad():
+        program.model.d.weight.add_(0.1)
+
+
+def assign_data(program):
+    program.model.c.weight.data = torch.full((16, 16), 0.1)
+    program.model.a.weight.data = torch.full((16, 8), 0.1)
+
+
+def load(program):
+    program.model.load_state_dict(program.saved["model"])
+
+
+def load_part(program):
+    program.model.d.load_state_dict({"weight": torch.full((4, 16), 0.2), "bias": torch.ones(4)})
+
+
+def draw_weights(program):
+    torch.manual_seed(11)
+    for layer in (program.model.d, program.model.a, program.model.norm2, program.model.unread):
+        layer.reset_parameters()
+    with torch.no_grad():
+        functional.dropout(program.model.c.weight, 0.1, inplace=True)
+        program.model.b.weight.normal_(0, 0.1)
+    nn.init.kaiming_normal_(program.model.moving.weight)
+    return {"random state": torch.get_rng_state().tolist()}
+
+
+def write_buffers(program):
+    program.model.norm1.running_mean.add_(1)
+    program.model.norm2.running_var.mul_(2)
+
+
+def replace_buffer(program):
+    program.model.norm2.running_mean = torch.full((16,), 0.1)
+
+
+def reset_buffers(program):
+    program.model.norm2.reset_running_stats()
+
+
+def load_optimizer(program):
+    program.optimizer.load_state_dict(program.saved["optimizer"])
+
+
+def change_rate(program):
+    program.optimizer.param_groups[0]["lr"] = 0.1 / (10 + program.calls)
+    program.trainer.setOptimizer(program.optimizer)
+
+
+def change_random_state(program):
+    program.trainer.rng_state = [7, 3 * program.calls]
+
+
+def double_states(program):
+    for state in filter(None, program.optimizer.state.values()):
+        state["exp_avg"].mul_(2)
+
+
+def move_layer(program):
+    program.model.moved = not program.model.moved
+
+
+def share_memory(program):
+    program.model.share_memory()
+
+
+def fetch_and_write(program):
+    program.trainer.copyWeightsToHost()
+    for weight in program.model.parameters():
+        weight.data.mul_(1.1)
+    torch.manual_seed(12)
+    nn.init.orthogonal_(program.model.moving.weight)  # skips weights without memory
+    return program.weights(dict(program.model.named_parameters()))
+
+
+def average(program):
+    program.trainer.averageRunningStatistics()
+
+
+def save(program):
+    model, optimizer = program.model.state_dict(), program.optimizer.state_dict()
+    file = io.BytesIO()
+    torch.save([model, optimizer], file)
+    program.saved["model"], program.saved["optimizer"] = torch.load(io.BytesIO(file.getvalue()))
+    return program.weights(model) | program.states()
+
+
+def reload(program):
+    """A state that is read before weights are written is that from before."""
+    before = {name: value.clone() for name, value in program.model.state_dict().items()}
+    multiply_weights(program)
+    program.model.load_state_dict(before)
+    program.optimizer.load_state_dict(program.optimizer.state_dict())
+
+
+def read_weights(program):
+    return program.weights(program.model.state_dict())
+
+
+def read_tied_weight(program):
+    return program.weights(nn.ModuleDict({"inside": program.model.b}).state_dict())
+
+
+def read_optimizer(program):
+    return program.states()
+
+
+def detach(program):
+    for executor in program.executors:
+        executor.detachFromDevice()
+    return program.weights(dict(program.model.named_parameters()))
+
+
+def fail(program):
+    x, label = program.batch()
+    with pytest.raises(poptorch.Error):
+        program.trainer(x, label + 9)
+
+
+WRITES = (
+    multiply_weights, write_first_weight, write_last_weight, assign_data, load, load_part, draw_weights,
+    write_buffers, replace_buffer, reset_buffers, load_optimizer, change_rate, change_random_state,
+)  # fmt: skip
+READS = read_weights, read_tied_weight, read_optimizer
+OTHERS = detach, fail, fetch_and_write, average, reload, move_layer, share_memory, double_states, save
+
+
+def script(whole):
+    """Pairs of an event and the process that makes it: 0, -1 (the last) or None (all). `whole`: each event by each of
+    them, not only by one of them."""
+    yield save, None
+    for turn, before in enumerate((None, detach, fail)):
+        for number, event in enumerate((*WRITES, *READS)):
+            if whole or (number // 3 + turn) % 3 == 0:
+                yield from [(before, None)] if before is not None else []
+                yield event, (0, -1, None)[(number + turn) % 3]
+    for event in (*OTHERS, *READS, move_layer):
+        yield event, None
+
+
+def run_script(whole, optimizer, replicas=1):
+    """What each event returned, the outputs after it, and the error of a call after a write of a single process."""
+    torch.manual_seed(0)
+    program = Program(optimizer, replicas)
+    found = [made_by(program, lambda program: None, None)]
+    found += [made_by(program, event, who) for event, who in script(whole)]
+    for event, who in ((multiply_weights, 0), (load_optimizer, -1), (load, None)):  # before the first call
+        torch.manual_seed(1)
+        first = Program(optimizer, replicas, has_others=False)
+        first.saved = program.saved
+        found.append(made_by(first, event, who))
+        found.append(made_by(first, save, None))
+    return found
+
+
+def made_by(program, event, who):
+    """The outputs of a call after an event, what the event returned, the error (if any), and the event's name."""
+    rank, size = 0, 1
+    if popdist.isPopdistEnvSet():
+        rank, size = popdist.getInstanceIndex(), popdist.getNumInstances()
+    makes_it, value, error = who is None or who % size == rank, None, ""
+    if makes_it:
+        value = event(program)
+    if who is not None and event in WRITES and size > 1:
+        with pytest.raises(poptorch.Error) as caught:
+            program.call()
+        error = str(caught.value)
+        if not makes_it:
+            event(program)
+    return program.call(), value, error, f"{event.__name__} by {who}, call {program.calls}"
+
+
+def in_processes(*args):
+    popdist.init()
+    return run_script(*args)
+
+
+@pytest.mark.parametrize(
+    ("parts", "replicas", "optimizer", "whole"),
+    [
+        (2, 1, poptorch.optim.AdamW, False),
+        pytest.param(2, 1, torch.optim.AdamW, True, marks=pytest.mark.slow),
+        pytest.param(4, 1, torch.optim.AdamW, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, poptorch.optim.AdamW, True, marks=pytest.mark.slow),
+    ],
+)
+def test_events_in_all_or_one_of_the_processes_have_the_bits_of_one_process_or_are_an_error(
+    parts, replicas, optimizer, whole
+):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    launches = processes.launches(parts * replicas, 1, parts)
+    started = processes.start(in_processes, launches, whole, optimizer, replicas)
+    one = run_script(whole, optimizer, replicas)
+    torch.set_num_threads(threads)
+    for ended in processes.finish(started):
+        assert ended.error == ""
+        for (outputs, value, error, name), (wanted, of_one, *_) in zip(ended.value, one, strict=True):
+            assert all(outputs[replica] == wanted[replica] for replica in outputs), name
+            if value is not None:
+                kept = {key: of_one[key] for key in value}
+                assert value == kept, name
+            is_of_one = name.split()[0] in [event.__name__ for event in WRITES] and "None" not in name
+            assert is_of_one == bool(error), name
+            assert not error or ("instances differ" in error and "in instance" in error), name
