@@ -81,10 +81,8 @@ def test_sums_in_place_of_means_are_named():
     summing.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
     found = compare(Net(), summing, batch(24))
     assert not found.equal and found.loss == "equal"
-    assert (
-        found.conclusion
-        == "gradients are 12 times plain: micro-batches and replicas are summed, not averaged"
-    )
+    cause = "accumulation is not scaled, over 4 micro-batches and not averaged over 3 replicas"
+    assert found.conclusion == f"gradients are 12 times plain: {cause}"
 
 
 def in_micro_batches(model, optimizer, batch, factor=1.0, skipped=0):
@@ -108,7 +106,7 @@ def test_a_loop_that_scales_twice_is_named_and_printed():
         update=lambda *given: in_micro_batches(*given, factor=1 / MICRO_BATCHES),
     )
     lines = str(found).splitlines()
-    assert lines[1] == "gradients are 1/4 of plain: accumulation is scaled twice"
+    assert lines[1] == "gradients are 1/4 of plain: accumulation is scaled twice, over 4 micro-batches"
     assert lines[2:4] == ["loss: equal", " " * 15 + "gradient      new weight"]
     assert lines[4].startswith("first.weight   1/4 of plain  at [0, 0]: ")
 

@@ -14,12 +14,12 @@ from popengine.settings import Counts
 from popengine.texts import table_text
 
 from ..nested_values import spec_of, tensors_of, with_tensors
-from .causes import Case, OtherPlain, conclude
-from .equal_arguments import Fingerprint, check_arguments, differing_values, fingerprint
+from .arguments import Fingerprint, check_arguments, differing_values, fingerprint
+from .causes import Case, conclude, describe_loss, other_recipe
+from .loop import Loop, Updated
 from .meeting import Ranks
-from .plain import PlainUpdates, layout_of, random_module, rows_in, take
-from .reports import PARTS, Loop, Updated, collect
-from .verdicts import describe_difference, is_rounding
+from .plain import PlainUpdates, Recipe, layout_of, random_module, rows_in, take
+from .verdicts import is_rounding
 
 if TYPE_CHECKING:
     from ..options import Options
@@ -133,28 +133,33 @@ class _Check:
     updates: int
     micro_batches: int | None
     plain: PlainUpdates | None = None  # on rank 0
-    group: Any = None  # of messages to rank 0
 
     def run(self) -> Comparison:
         """Make the updates, and return the comparison."""
         ranks = self.ranks
-        self.differing = differing_values(ranks.run("call compare", self._begin))
-        random, loss_index = ranks.run("run plain PyTorch", self._run_plain)[0]
-        if random:
-            return Comparison(random, random, "random", (), ranks.size)
+        differing = differing_values(ranks.run("call compare", self._begin))
+        module, loss_index = ranks.run("run plain PyTorch", self._run_plain)[0]
+        if module:
+            text = f"plain PyTorch differs from itself: {module} draws random numbers; fix: p = 0, or model.eval()"
+            return Comparison(text, text, "random", (), ranks.size)
         if self.update is None:
             from .executor_loop import ExecutorUpdate
 
             self.update = ExecutorUpdate(self.options, loss_index, self.updates)
-        self.loop = Loop(self.model, self.optimizer, self.update, is_alone=ranks.size == 1)
+        loop, group = Loop(self.model, self.optimizer, self.update, is_alone=ranks.size == 1), None
         found, made = None, 0
         for number in sorted({1, self.updates} if ranks.size > 1 else {self.updates}):
-            if found is None or found.equal:  # else the first update has shown the cause
-                rows, made, found = self.batches[made:number], number, None
-                self.reports = ranks.run("make the update", functools.partial(self.loop.run, rows))
-            while found is None:  # rank 0 may try other settings of plain PyTorch
-                found = ranks.run("compare", functools.partial(self._judge, number))[0]
-        assert found is not None
+            if isinstance(found, Comparison) and not found.equal:
+                break  # the first update has shown the cause
+            reports = ranks.run("make the update", functools.partial(loop.run, self.batches[made:number]))
+            group, made, found = group or ranks.connect(), number, None
+            while not isinstance(found, Comparison):  # rank 0 may try other recipes of plain PyTorch
+                facts = ranks.run("run plain PyTorch", functools.partial(self._facts, number, found))[0]
+                differences = functools.partial(loop.differences, reports, group, facts, self.plain)
+                of_ranks = ranks.run("compare", differences)
+                judge = functools.partial(self._judge, loop.title, of_ranks, reports, differing)
+                found = ranks.run("name the cause", judge)[0]
+        assert isinstance(found, Comparison)
         return found
 
     def _begin(self) -> Fingerprint:
@@ -169,60 +174,47 @@ class _Check:
             self.options = Options()
             self.options.Training.gradientAccumulation(self.micro_batches or 1)
         counts = self.options._counts() if self.options else Counts(accumulation=self.micro_batches or 1)
-        self.rows = rows_in(self.batch) // counts.iterations
+        rows = rows_in(self.batch) // counts.iterations
         parts = zip(*(t.chunk(counts.iterations) for t in tensors_of(self.batch)), strict=True)
         batches = [with_tensors(self.batch, iter(part)) for part in parts]
-        self.batches, self.layout = list(islice(cycle(batches), self.updates)), layout_of(self.rows, counts)
+        self.batches, self.layout = list(islice(cycle(batches), self.updates)), layout_of(rows, counts)
         return fingerprint(self.model, counts, self.batch, self.optimizer, self.update, self.updates)
 
-    def _run_plain(self) -> tuple[str, int]:
-        """Run plain PyTorch on rank 0. Return why it differs from itself, if it does; and the loss's index."""
+    def _run_plain(self) -> tuple[str | None, int]:
+        """Make an update on rank 0. Return the module that makes plain PyTorch differ from itself; the loss's index."""
         if self.ranks.rank != 0:
-            return "", 0
+            return None, 0
         module = random_module(self.model, take(self.batches[0], self.layout[0][0]))
         if module:
-            return (
-                f"plain PyTorch differs from itself: {module} draws random numbers; fix: p = 0, or model.eval()",
-                0,
-            )
+            return module, 0
         before = [parameter.grad for parameter in self.model.parameters()]
-        self.plain = PlainUpdates(self.model, self.optimizer, self.batches, self.layout)
-        self.plain.run(1)
+        self.plain = PlainUpdates(self.model, self.optimizer, self.batches, Recipe(self.layout))
         _check_copied(self.model, before)
         if self.update is not None:
             self.plain.weigh_tokens()
-        return "", self.plain.loss_index
+        return None, self.plain.loss_index
 
-    def _judge(self, number: int) -> Comparison | None:
-        """Return, on rank 0, the comparison after a number of updates; None, if plain PyTorch has to be compared again,
-        since it has now made them with other settings."""
-        plain, size = self.plain, self.ranks.size
-        if plain is not None and plain.number != number:
-            plain.run(number)
-        self.group = self.group or self.ranks.connect()
-        seen = collect(self.ranks, self.group, self.reports, self.loop, plain, self.model)
-        if plain is None:
-            return None
-        loss = self._describe_loss(plain)
-        case = Case(len(self.layout[0]), len(self.layout), seen, self.reports, self.differing, plain)
-        conclusion = conclude(case, loss)
-        if isinstance(conclusion, OtherPlain):
-            plain.run_again(conclusion.layout, conclusion.max_norm, conclusion.note)
-            return None
-        title = f"{self.loop.title}{f'; {number} updates' * (number > 1)}{f' on {size} ranks' * (size > 1)}"
-        title += f"; against plain PyTorch{f': {plain.note}' * bool(plain.note)}"
-        rows = [(name, s.text("gradient"), s.text("weight")) for name, s in seen.items()]
-        return Comparison(title, conclusion, loss, tuple(rows), size)
+    def _facts(self, number: int, recipe: Recipe | None) -> tuple[set[str], float]:
+        """Run plain PyTorch on rank 0, if another recipe or number of updates is needed, and return `Loop`'s facts."""
+        if self.plain is None:
+            return set(), 0.0
+        if recipe is not None or self.plain.number != number:
+            self.plain.run(recipe or self.plain.recipe, number)
+        trained = {name for name, parameter in self.plain.parameters.items() if parameter.grad is not None}
+        return trained, self.plain.largest
 
-    def _describe_loss(self, plain: PlainUpdates) -> str:
-        """Return how the losses differ: their mean over the ranks that returned one."""
-        losses = [report.losses for report in self.reports if report.losses]
-        if not losses:
-            return "not returned"
-        found, expected = torch.tensor(losses, dtype=torch.float64).mean(0), plain.losses.flatten(1)
-        if found.numel() != expected.numel():  # those of updates, or of the rows of an instance
-            found, expected = found.reshape(len(expected), -1).mean(1), expected.mean(1)
-        return describe_difference(found.to(expected.dtype), expected.flatten())
+    def _judge(self, title: str, found: Any, reports: Any, differing: str) -> Comparison | Recipe | None:
+        """Return, on rank 0, the comparison, or another recipe of plain PyTorch with which to compare."""
+        if (plain := self.plain) is None:
+            return None
+        case = Case(len(self.layout[0]), len(self.layout), found, reports, differing, plain, self.model)
+        if recipe := other_recipe(case):
+            return recipe
+        size, loss = self.ranks.size, describe_loss(reports, plain, case.half)
+        title += f"; {plain.number} updates" * (plain.number > 1) + f" on {size} ranks" * (size > 1)
+        title += f"; against plain PyTorch{f': {plain.recipe.note}' * bool(plain.recipe.note)}"
+        rows = [(name, one.text("gradient"), one.text("weight")) for name, one in case.parameters.items()]
+        return Comparison(title, conclude(case, loss), loss, tuple(rows), size)
 
 
 def _check_copied(model: nn.Module, before: Sequence[Tensor | None]) -> None:

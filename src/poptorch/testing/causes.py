@@ -1,34 +1,81 @@
-"""The likely cause of wrong gradients or weights, in words of the field: hypotheses, each tested against samples.
+"""The likely cause of wrong gradients or weights, in words of the field.
 
-A hypothesis predicts the gradients of the ranks from plain PyTorch's: by a factor, a norm to which they are clipped, a
-sum or mean over ranks, weights of the rows, or one use of a tied weight.
+A cause is a prediction of the gradients from plain PyTorch's: times a factor, as a part of a sum or mean over ranks, or
+from rows with other weights. `_HYPOTHESES` has the predictions in the order in which they are tested.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .loop import PARTS, Difference, RankReport
 from .meeting import ranks_text
-from .plain import NEAR, SLACK, Layout, PlainUpdates, Probe, Rows, blocks_of_rows, fit
-from .reports import Evidence, RankReport
-from .verdicts import factor_between, format_factor, is_rounding
+from .plain import NEAR, SLACK, PlainUpdates, Recipe, fit, sample
+from .verdicts import HALF, describe_difference, factor_between, format_factor, is_rounding, rounding_bound
 
 _MOST_PARTS = 64  # of a batch, whose gradients are computed
 
 
-@dataclass(frozen=True)
-class OtherPlain:
-    """Settings with which plain PyTorch computes what the loop does, which is then right."""
+class Parameter:
+    """What the ranks have of one parameter.
 
-    note: str
-    max_norm: float = math.inf
-    layout: Layout | None = None
+    Args:
+        plain: plain PyTorch's updates
+        found: by rank, how "gradient" and "weight" differ
+        half:  the coarser dtype that the loop computed in
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plain: PlainUpdates,
+        initial: Tensor,
+        found: dict[int, dict[str, Difference]],
+        half: torch.dtype | None,
+    ) -> None:
+        now = plain.parameters[name]
+        largest = max(plain.largest / 4, 0.0 if now.grad is None else float(now.grad.abs().max()))
+        self.bound = rounding_bound(largest, half or now.dtype)
+        self.gradient, self.weight, self.initial = (sample(t, now.grad) for t in (now.grad, now, initial))
+        self.is_trained = now.grad is not None or not torch.equal(now, initial)
+        self.has_gradient = now.grad is not None
+        self.found = {part: {rank: of[part] for rank, of in found.items() if part in of} for part in PARTS}
+        self.missing = dict[str, list[int]]()
+
+    def samples(self, part: str) -> dict[int, Tensor]:
+        """Return the samples of each rank that has a tensor of the right shape."""
+        return {rank: of.sample for rank, of in self.found[part].items() if of.sample is not None}
+
+    def wrong(self, part: str) -> list[int]:
+        """Return the ranks whose tensor differs by more than rounding."""
+        return [rank for rank, of in self.found[part].items() if not is_rounding(of.verdict)]
+
+    def verdicts(self, part: str) -> dict[int, str]:
+        """Return the verdict of each rank that has the parameter."""
+        missing = dict.fromkeys(self.missing.get(part, []), "missing")
+        return {rank: of.verdict for rank, of in self.found[part].items()} | missing
+
+    def text(self, part: str) -> str:
+        """Return the verdicts on the ranks that have the parameter: one text, if they are equal."""
+        verdicts = self.verdicts(part)
+        if not verdicts:
+            return (
+                "missing on all ranks" if self.is_trained else {"gradient": "none", "weight": "equal"}[part]
+            )
+        if all(map(is_rounding, verdicts.values())):
+            return max(verdicts.values(), key=lambda verdict: float(verdict.partition(", ")[2] or 0))
+        ranks: dict[str, list[int]] = {}
+        for rank, verdict in sorted(verdicts.items()):
+            ranks.setdefault(verdict, []).append(rank)
+        if len(ranks) == 1:
+            return next(iter(ranks))
+        return "; ".join(f"{ranks_text(of_verdict)}: {verdict}" for verdict, of_verdict in ranks.items())
 
 
 @dataclass(frozen=True)
@@ -38,44 +85,71 @@ class Case:
     Args:
         micro_batches: of an update, on each replica of an executor
         replicas:      of an executor
-        seen:          of each parameter, what rank 0 has received
+        found:         on each rank, how the tensors of each parameter differ
         reports:       of each rank
         differing:     which arguments have other values on a rank than on rank 0, as text; or ""
-        plain:         plain PyTorch's updates
     """
 
     micro_batches: int
     replicas: int
-    seen: dict[str, Evidence]
+    found: Sequence[dict[str, dict[str, Difference]]]
     reports: Sequence[RankReport]
     differing: str
     plain: PlainUpdates
+    model: nn.Module
 
     @functools.cached_property
-    def probe(self) -> Probe:
-        """Return the gradients of rows."""
-        return self.plain.probe()
+    def half(self) -> torch.dtype | None:
+        """Return the coarser dtype that a rank computed in."""
+        return next((report.half for report in self.reports if report.half), None)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Return what the ranks have of each parameter. A rank that has most of another's should have all of them; the
+        gradients of a rank without an optimizer's step don't count, if its weights are right."""
+        every, names = {}, [set(report.sent) for report in self.reports]
+        due = [
+            own.union(*(peer for peer in names if own < peer and 2 * len(own) > len(peer))) for own in names
+        ]
+        for name, initial in self.model.named_parameters():
+            found = {rank: dict(of[name]) for rank, of in enumerate(self.found) if name in of}
+            for rank, of in found.items():
+                idle = not self.reports[rank].steps and any(report.steps for report in self.reports)
+                if idle and len(found) > 1 and is_rounding(of["weight"].verdict):
+                    of.pop("gradient", None)
+            every[name] = one = Parameter(name, self.plain, initial.detach(), found, self.half)
+            ranks = [rank for rank, of_rank in enumerate(due) if name in of_rank]
+            for part in PARTS if one.has_gradient else ():
+                one.missing[part] = [rank for rank in ranks if part not in self.found[rank].get(name, {})]
+        return every
 
     @functools.cached_property
     def trained(self) -> list[str]:
-        """Return the parameters of which a rank has sent a gradient."""
-        return [name for name, seen in self.seen.items() if seen.found["gradient"]]
+        """Return the parameters of which a rank has a gradient."""
+        return [name for name, one in self.parameters.items() if one.samples("gradient")]
 
     def wrong(self, part: str) -> list[str]:
         """Return the parameters of which a gradient, or a new weight, differs by more than rounding."""
-        return [name for name, seen in self.seen.items() if seen.wrong(part)]
+        return [name for name, one in self.parameters.items() if one.wrong(part)]
 
     def holders(self, names: Iterable[str]) -> list[int]:
-        """Return the ranks that have sent a gradient of one of these parameters."""
-        return sorted({rank for name in names for rank in self.seen[name].found["gradient"]})
+        """Return the ranks that have a gradient of one of these parameters."""
+        return sorted({rank for name in names for rank in self.parameters[name].samples("gradient")})
 
     def gradients(self, names: Iterable[str], rank: int) -> tuple[list[str], Tensor, Tensor, Tensor]:
         """Return the names that a rank has; samples of its gradients, and of plain PyTorch's; bounds of rounding."""
-        held = [name for name in names if rank in self.seen[name].found["gradient"]]
-        seen = [self.seen[name] for name in held]
-        found, plain = ([s.found["gradient"][rank] for s in seen], [s.plain for s in seen])
-        bounds = [torch.full_like(s.plain, s.bound) for s in seen]
-        return held, torch.cat(found), torch.cat(plain), torch.cat(bounds)
+        held = [name for name in names if rank in self.parameters[name].samples("gradient")]
+        every = [self.parameters[name] for name in held]
+        found = [one.samples("gradient")[rank] for one in every]
+        bounds = [torch.full_like(one.gradient, one.bound) for one in every]
+        return held, torch.cat(found), torch.cat([one.gradient for one in every]), torch.cat(bounds)
+
+    def factor(self, names: Sequence[str]) -> float:
+        """Return the factor between all ranks' gradients and plain PyTorch's; 0.0 if there is none."""
+        values = [self.gradients(names, rank)[1:] for rank in self.holders(names)]
+        found, plain, bounds = (torch.cat(of_ranks) for of_ranks in zip(*values, strict=True))
+        factor = factor_between([(found, plain)])
+        return factor if ((found - factor * plain).abs() <= SLACK * bounds * abs(factor)).all() else 0.0
 
     def subject(self, names: Sequence[str]) -> str:
         """Return "gradients are", or "gradients of a, b and 3 others are"."""
@@ -94,43 +168,81 @@ def _list_text(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def conclude(case: Case, loss: str) -> str | OtherPlain:
+def other_recipe(case: Case) -> Recipe | None:
+    """Return another recipe by which plain PyTorch may compute what the loop does, which is then right: zeros as
+    gradients of unused parameters, clipping, or other micro-batches, if a loss couples rows (batch norm)."""
+    recipe, wrong = case.plain.recipe, case.wrong("gradient")
+    zeros = {
+        name for name in wrong if all(not s.any() for s in case.parameters[name].samples("gradient").values())
+    }
+    unused = frozenset(name for name in zeros if not case.parameters[name].has_gradient)
+    if unused - recipe.unused:
+        return replace(recipe, unused=unused)
+    if not wrong or recipe.note or (len(case.reports) == 1 and case.replicas > 1):
+        return None
+    factor = case.factor(case.trained)
+    if 0 < factor < 1 and not _cause_of_factor(case, case.trained, factor):
+        norms = (max(of.norm for of in case.parameters[n].found["gradient"].values()) for n in case.trained)
+        if limit := _round_norm(math.hypot(*norms)):
+            return replace(recipe, max_norm=limit, note=f"gradients clipped to a norm of {limit:g}")
+    ranks = case.holders(wrong)
+    for number in (case.micro_batches * len(ranks), len(ranks)) if len(ranks) > 1 else ():
+        if number > case.plain.rows or any(len(case.holders([name])) < len(ranks) for name in wrong):
+            continue
+        parts = list(torch.arange(case.plain.rows).tensor_split(number))
+        try:
+            expected = case.plain.columns(parts, wrong).mean(1)
+        except (RuntimeError, ValueError):  # such as batch norm over one row
+            continue
+        values = [case.gradients(wrong, rank) for rank in ranks]
+        if all(_near(found, expected, bounds) for _, found, _, bounds in values):
+            note = f"{number} micro-batches, since the loss couples the rows of a micro-batch"
+            is_coupled = fit(case.plain.columns(parts, wrong), values[0][2][:, None], values[0][3]) is None
+            return replace(recipe, layout=[parts], note=note) if is_coupled else None
+    return None
+
+
+def conclude(case: Case, loss: str) -> str:
     """Return in one sentence whether the loop is right, or what differs and the likely cause.
 
     Args: loss: how the loss differs
     """
-    cause, seen, is_alone = _explain(case), case.seen, len(case.reports) == 1
-    if isinstance(cause, OtherPlain):
-        return cause
-    expected = [name for name, of_name in seen.items() if of_name.is_trained]
-    nowhere = [name for name in expected if not any(seen[name].verdicts.values())]
-    wrong, wrong_weights = case.wrong("gradient"), case.wrong("weight")
-    if len(nowhere) == len(expected):
+    parameters, is_alone = case.parameters, len(case.reports) == 1
+    nowhere = [n for n, one in parameters.items() if one.is_trained and not any(map(one.verdicts, PARTS))]
+    if len(nowhere) == sum(one.is_trained for one in parameters.values()):
         hint = "if its modules are copies, return a poptorch.testing.Updated"
         return f"the loop has changed no parameter of the model that it was given, on any rank: {hint}"
+    cause, wrong = _explain(case), case.wrong("gradient")
     if wrong:
-        verdicts = {name: seen[name].text("gradient") for name in case.trained}
-        if cause and (not is_alone or len(set(verdicts.values())) == 1):
+        texts = {name: parameters[name].text("gradient") for name in case.trained}
+        if cause and (not is_alone or len(set(texts.values())) == 1):
             return cause
-        text = f"{len(wrong)} of {len(verdicts)} gradients differ, first {wrong[0]}: {verdicts[wrong[0]]}"
+        text = f"{len(wrong)} of {len(texts)} gradients differ, first {wrong[0]}: {texts[wrong[0]]}"
         return f"{text}: {cause}" if cause else text
-    of_gradients = {verdict for s in seen.values() for verdict in s.verdicts["gradient"].values()}
-    verdicts = of_gradients.union(*(s.verdicts["weight"].values() for s in seen.values()), {loss})
-    how = "equal" if of_gradients <= {"equal", "none", "missing"} else "equal up to rounding"
-    if verdicts <= {"equal", "none", "not returned"} and not nowhere:
+    verdicts = {
+        part: {v for one in parameters.values() for v in one.verdicts(part).values()} for part in PARTS
+    }
+    every = set[str]().union(*verdicts.values(), {loss} - {"not returned"})
+    rounding = next(
+        (
+            f" of {str(dtype).removeprefix('torch.')}"
+            for dtype in HALF
+            for verdict in every
+            if str(dtype)[6:] in verdict
+        ),
+        "",
+    )
+    exact = {"equal", "none"}
+    if every <= exact and not nowhere:
         return "all equal"
-    if (
-        all(map(is_rounding, verdicts - {"not returned"}))
-        and not nowhere
-        and not (is_alone and how == "equal")
-    ):
-        return "all equal up to rounding"
+    is_exact = verdicts["gradient"] <= exact | {"missing"}
+    if all(map(is_rounding, every)) and not nowhere and not (is_alone and is_exact):
+        return f"all equal up to rounding{rounding}"
+    how = "equal" if is_exact else f"equal up to rounding{rounding}"
     texts = [f"all gradients are {how}" if case.trained else "no gradients are left"]
-    missing = [name for name in case.trained if "missing" in seen[name].verdicts["gradient"].values()]
+    missing = [name for name, one in parameters.items() if one.missing.get("gradient")]
     if missing:
-        ranks = [
-            rank for rank, verdict in seen[missing[0]].verdicts["gradient"].items() if verdict == "missing"
-        ]
+        ranks = parameters[missing[0]].missing["gradient"]
         texts.append(f"{len(missing)} gradients are missing{case.where(ranks)}: {_list_text(missing)}")
     if nowhere:
         idle = [rank for rank, report in enumerate(case.reports) if not (report.sent or report.steps)]
@@ -138,93 +250,168 @@ def conclude(case: Case, loss: str) -> str | OtherPlain:
         texts.append(f"{len(nowhere)} parameters are missing on all ranks: {_list_text(nowhere)}{skipped}")
     if cause:
         texts.append(cause)
-    elif wrong_weights and not is_alone:
-        verdict = seen[wrong_weights[0]].text("weight")
+    elif (wrong_weights := case.wrong("weight")) and not is_alone:
+        verdict = parameters[wrong_weights[0]].text("weight")
         texts.append(f"{len(wrong_weights)} new weights differ, first {wrong_weights[0]}: {verdict}")
-    elif not wrong_weights and not case.trained:
-        texts.append("all new weights are equal up to rounding")
     texts += [] if is_rounding(loss) or loss == "not returned" or is_alone else [f"the loss is {loss}"]
     return "; ".join(texts)
 
 
-def _explain(case: Case) -> str | OtherPlain | None:
+def _explain(case: Case) -> str | None:
     """Return the likely cause of the differences; None if there are none, or no hypothesis fits."""
-    wrong = case.wrong("gradient")
-    if case.differing and (wrong or case.wrong("weight")):
+    wrong, wrong_weights = case.wrong("gradient"), case.wrong("weight")
+    if case.differing and (wrong or wrong_weights):
         return f"ranks with different seeds or data: {case.differing}"
     if not wrong:
-        return _explain_weights(case)
+        return _of_weights(case, wrong_weights) if wrong_weights else None
     by_holders: dict[tuple[int, ...], list[str]] = {}
     for name in wrong:
         by_holders.setdefault(tuple(case.holders([name])), []).append(name)
-    hypotheses = (_by_factor, _over_ranks, _by_rows, _by_uses, _by_norm_of_a_rank, _by_half_precision)
     for groups in ([wrong], list(by_holders.values()), [[name] for name in wrong]):
-        causes = [next(filter(None, (h(case, names) for h in hypotheses)), None) for names in groups]
-        if len(causes) == 1 and isinstance(causes[0], OtherPlain):
-            return causes[0]
-        if all(isinstance(cause, str) for cause in causes):
+        causes = [next(filter(None, (h(case, names) for h in _HYPOTHESES)), None) for names in groups]
+        if all(causes):
             return "; ".join(dict.fromkeys(map(str, causes)))
     early = {rank: report.early[0] for rank, report in enumerate(case.reports) if report.early}
     if early:
         text = f"{ranks_text(early)} had other weights before the step than the model, first {min(early.values())}"
         return f"{text}: ranks with different seeds, or a missing broadcast"
-    return _explain_steps(case)
+    return _of_steps(case)
 
 
-# ---- factors and norms ---------------------------------------------------------------------------------------
+def _near(one: Tensor, other: Tensor, bound: Tensor | float) -> bool:
+    return bool(((one - other).abs() <= SLACK * bound).all())
 
 
-def _by_factor(case: Case, names: Sequence[str]) -> str | OtherPlain | None:
-    """Gradients that are plain PyTorch's times a factor, on all ranks that have them."""
-    factor = _factor(case, names)
+# ---- hypotheses: names of wrong gradients -> sentence, if the prediction is right ----------------------------
+
+
+def _by_factor(case: Case, names: Sequence[str]) -> str | None:
+    """Plain PyTorch's times a factor, on all ranks that have them."""
+    factor = case.factor(names)
     if not factor:
         return None
-    cause = _cause_of_factor(case, max(len(case.holders([name])) for name in names), factor)
-    if not cause and 0 < factor < 1 and math.isinf(case.plain.max_norm) and _factor(case, case.trained):
-        limit = _round_norm(math.hypot(*(max(case.seen[name].norms.values()) for name in case.trained)))
-        if limit:
-            return OtherPlain(f"gradients clipped to a norm of {limit:g}", limit)
+    cause = _cause_of_factor(case, names, factor)
     text = f"{case.subject(names)} {format_factor(factor)}{case.where(case.holders(names))}"
     return f"{text}: {cause}" if cause else text
 
 
-def _factor(case: Case, names: Sequence[str]) -> float:
-    """Return the factor between all ranks' gradients and plain PyTorch's; 0.0 if there is none."""
-    values = [case.gradients(names, rank)[1:] for rank in case.holders(names)]
-    found, plain, bounds = (torch.cat(of_ranks) for of_ranks in zip(*values, strict=True))
-    factor = factor_between([(found, plain)])
-    return factor if ((found - factor * plain).abs() <= SLACK * bounds * abs(factor)).all() else 0.0
-
-
-def _cause_of_factor(case: Case, ranks: int, factor: float) -> str:
-    """Return the cause of a factor that is a number of micro-batches, replicas or ranks; "" if it is none.
-
-    Args: ranks: the number of ranks that have the gradients
-    """
-    steps, replicas, inverse = case.micro_batches, case.replicas, factor < 1
-    number = round(1 / factor if inverse else factor)
-    if number < 2 or abs((1 / factor if inverse else factor) / number - 1) > 1e-4:
+def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
+    """Return the cause of a factor that is a number of micro-batches, replicas or ranks; "" if it is none."""
+    size = 1 / factor if 0 < factor < 1 else factor
+    number, steps = round(size), case.micro_batches
+    if number < 2 or abs(size / number - 1) > (NEAR if case.half else 1e-4):
         return ""
-    if len(case.reports) == 1:
-        values = {
-            steps * replicas: "micro-batches and replicas",
-            replicas: "replicas",
-            steps: "micro-batches",
-        }
-        what = values.get(number, "")
-        if number == steps and inverse:
-            return "accumulation is scaled twice"
-        how = f"the mean over {what} is taken twice" if inverse else f"{what} are summed, not averaged"
-        return how if what else ""
-    degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0]  # of data parallelism
-    how = "averaged twice over" if inverse else "not averaged over"
-    texts = [f"{how} {number} ranks"] if number in degrees else []
-    if steps > 1 and number != steps:
-        texts += [f"{how} {steps} micro-batches and {d} ranks" for d in degrees if number == steps * d]
-    if not texts or number in [steps, *(steps // degree for degree in degrees)]:
-        summed = f"accumulation is not scaled: {number} micro-batches are summed, not averaged"
-        texts.append(f"accumulation is scaled twice by {number} micro-batches" if inverse else summed)
-    return ", or ".join(texts)
+    unit, most = (
+        ("ranks", max(len(case.holders([name])) for name in names))
+        if len(case.reports) > 1
+        else ("replicas", case.replicas)
+    )
+    degrees = [1, *(degree for degree in range(2, most + 1) if most % degree == 0)]  # of data parallelism
+    texts = []
+    for degree in degrees:
+        for micro in {1, steps, *(steps // d for d in degrees if steps % d == 0)}:
+            if micro * degree == number and (micro > 1 or degree > 1):
+                scaled = f"accumulation is {'scaled twice' if factor < 1 else 'not scaled'}, over {micro} micro-batches"
+                averaged = f"{'averaged twice' if factor < 1 else 'not averaged'} over {degree} {unit}"
+                texts.append(" and ".join([scaled] * (micro > 1) + [averaged] * (degree > 1)))
+    return ", or ".join(sorted(dict.fromkeys(texts), key=len))
+
+
+def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
+    """Different on the ranks, with plain PyTorch's as their mean or sum."""
+    are_sums = are_means = True
+    for one in (case.parameters[name] for name in names):
+        values, distinct = list(one.samples("gradient").values()), list[Tensor]()
+        distinct = [
+            v for i, v in enumerate(values) if not any(_near(v, other, one.bound) for other in values[:i])
+        ]
+        if len(distinct) < 2:
+            return None
+        are_sums &= _near(torch.stack(distinct).sum(0), one.gradient, one.bound)
+        are_means &= _near(torch.stack(values).mean(0), one.gradient, one.bound)
+    ranks = ranks_text(case.holders(names))
+    if are_means:
+        return f"{case.subject(names)} of only the own rank's rows: not averaged over {ranks}"
+    if not are_sums:
+        return None
+    if len(names) == len(case.trained):
+        return f"gradients are of only the own rank's rows: not summed over {ranks}"
+    if all(case.plain.uses(name) > 1 for name in names):
+        return f"a tied weight's gradient is not summed over {ranks}: {_list_text(names)}"
+    return f"{case.subject(names)} partial sums on {ranks}: a replicated weight without all-reduce"
+
+
+def _by_rows(case: Case, names: Sequence[str]) -> str | None:
+    """Sums over the rows with other weights than plain PyTorch's."""
+    ranks, rows, steps = case.holders(names), case.plain.rows, case.micro_batches
+    numbers = (rows, steps * len(ranks), steps, len(ranks)) if case.plain.number == 1 else ()
+    for number in dict.fromkeys(n for n in numbers if 1 < n <= min(rows, _MOST_PARTS)):
+        parts, ratios, sums = (
+            list(torch.arange(rows).tensor_split(number)),
+            dict[int, Tensor](),
+            list[float](),
+        )
+        for rank in ranks:
+            held, found, plain, bounds = case.gradients(names, rank)
+            try:
+                weights = fit(case.plain.columns(parts, held), torch.stack([plain, found], dim=1), bounds)
+            except (RuntimeError, ValueError):  # such as batch norm over one row
+                weights = None
+            if weights is not None:
+                ratios[rank] = weights[:, 1] / weights[:, 0]
+                sums.append(float(weights[:, 1].sum() / weights[:, 0].sum()))
+        if len(ratios) == len(ranks):
+            return _describe_rows(case, case.subject(names), [part.tolist() for part in parts], ratios, sums)
+    return None
+
+
+def _describe_rows(
+    case: Case, subject: str, parts: Sequence[list[int]], ratios: dict[int, Tensor], sums: Sequence[float]
+) -> str | None:
+    """Return how the weights of rows differ from plain PyTorch's.
+
+    Args:
+        ratios: of each rank, between its weights and plain PyTorch's; NaN for rows without a gradient
+        sums:   of each rank, between the sums of its weights and of plain PyTorch's
+    """
+    every, ranks = [row for part in parts for row in part], list(ratios)
+    kept = [
+        [
+            row
+            for part, of_part in zip(parts, ratio.tolist(), strict=True)
+            if not abs(of_part) < NEAR
+            for row in part
+        ]
+        for ratio in ratios.values()
+    ]
+    if any(of_rank != kept[0] for of_rank in kept):
+        return f"{subject} of only the own rank's rows: not averaged over {ranks_text(ranks)}"
+    if kept[0] != every:
+        text = f"{subject} of rows {_row_text(kept[0])} of {len(every)} only"
+        blocks = [block.tolist() for block in torch.tensor(every).tensor_split(len(ranks))]
+        if len(ranks) > 1 and kept[0] in blocks:
+            rank = ranks[blocks.index(kept[0])]
+            return f"{text}: only rank {rank}'s rows, ranks take the same rows or throw the others away"
+        size = len(kept[0]) // len(ranks)
+        if kept[0] in (
+            every[-len(kept[0]) :],
+            [row for block in blocks for row in block[len(block) - size :]],
+        ):
+            return f"{text}: the last micro-batch, those of earlier micro-batches are thrown away"
+        return f"{text}: ranks take the same rows, or leave rows out" if len(ranks) > 1 else text
+    spread = max(float((ratio - ratio.nanmean()).abs().nan_to_num().max()) for ratio in ratios.values())
+    if spread > NEAR and all(abs(total - 1) < NEAR / 10 for total in sums):
+        return "loss averaged per micro-batch in place of per token: rows have other weights than in the mean over all"
+    if spread > NEAR and all((ratio.nan_to_num() < 1 + NEAR).all() for ratio in ratios.values()):
+        return f"{subject} clipped or scaled on each rank before they are averaged"
+    return None
+
+
+def _row_text(rows: Sequence[int]) -> str:
+    """Return "0 to 3, 6" for rows 0, 1, 2, 3 and 6."""
+    firsts = [row for row in rows if row - 1 not in rows]
+    lasts = [row for row in rows if row + 1 not in rows]
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def _round_norm(norm: float) -> float:
@@ -234,214 +421,77 @@ def _round_norm(norm: float) -> float:
 
 
 def _by_norm_of_a_rank(case: Case, names: Sequence[str]) -> str | None:
-    """Gradients whose norm on each rank (of its shards) is the same round number, or smaller where they are right."""
-    norms = {}
-    for rank, report in enumerate(case.reports):
-        norms[rank] = math.hypot(
-            *(sent["gradient"].norm for sent in report.sent.values() if "gradient" in sent)
-        )
-    limit = max(norms.values())
-    clipped = [rank for rank, norm in norms.items() if abs(norm / limit - 1) < 1e-4]
-    wrong = {rank for name in names for rank in case.seen[name].wrong("gradient")}
-    is_sharded = any(
-        sent.mesh for report in case.reports for parts in report.sent.values() for sent in parts.values()
-    )
+    """Gradients (or shards) whose norm on each rank is the same round number, or smaller where they are right."""
+    norms = [
+        math.hypot(*(of["gradient"].shard_norm for of in found.values() if "gradient" in of))
+        for found in case.found
+    ]
+    limit = max(norms)
+    clipped = [rank for rank, norm in enumerate(norms) if abs(norm / limit - 1) < 1e-4]
+    wrong = {rank for name in names for rank in case.parameters[name].wrong("gradient")}
+    is_sharded = any(parts.get("gradient") for report in case.reports for parts in report.sent.values())
     if len(norms) == 1 or not _round_norm(limit) or not (is_sharded or wrong <= set(clipped)):
         return None
     return f"{case.subject(names)} clipped by the norm of one rank, not of all: to {limit:.3g} on {ranks_text(clipped)}"
 
 
-# ---- sums and means over ranks, and uses ---------------------------------------------------------------------
-
-
-def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
-    """Gradients that differ between ranks, and whose mean or sum over ranks is plain PyTorch's."""
-    are_sums = are_means = True
-    for seen in (case.seen[name] for name in names):
-        values, distinct = list(seen.found["gradient"].values()), list[Tensor]()
-        for value in values:
-            if not any(_agree(value, one, seen.bound) for one in distinct):
-                distinct.append(value)
-        if len(distinct) == 1:
-            return None
-        are_sums &= _agree(torch.stack(distinct).sum(0), seen.plain, seen.bound)
-        are_means &= _agree(torch.stack(values).mean(0), seen.plain, seen.bound)
-    ranks = ranks_text(case.holders(names))
-    if are_means:
-        return f"{case.subject(names)} of only the own rank's rows: not averaged over {ranks}"
-    if not are_sums:
-        return None
-    if len(names) <= 3 and (text := _by_uses(case, names)):
-        return text
-    if len(names) == len(case.trained):
-        return f"gradients are of only the own rank's rows: not summed over {ranks}"
-    return f"{case.subject(names)} partial sums on {ranks}: a replicated weight without all-reduce"
-
-
-def _agree(one: Tensor, other: Tensor, bound: float) -> bool:
-    return bool(((one - other).abs() <= SLACK * bound).all())
-
-
-def _by_uses(case: Case, names: Sequence[str]) -> str | None:
-    """The gradient of one use of a weight that forward uses several times."""
-    for name in names:
-        seen, uses = case.seen[name], case.probe.gradients_of_uses(name, case.plain.layout)
-        parts = [*uses, *(sum(uses) - use for use in uses)] if len(uses) > 1 else []
-        if not all(
-            any(_agree(value, p, seen.bound) for p in parts) for value in seen.found["gradient"].values()
-        ):
-            return None
-    ranks = case.holders(names)
-    over = f" over {ranks_text(ranks)}" if len(ranks) > 1 else ""
+def _by_half_precision(case: Case, names: Sequence[str]) -> str | None:
+    """Plain PyTorch's with errors as large as those of bfloat16 or float16."""
+    values = [case.gradients(names, rank)[1:3] for rank in case.holders(names)]
+    error = max(float((found - plain).norm() / plain.norm()) for found, plain in values)
+    dtype = next((dtype for dtype in reversed(HALF) if error < 2 * torch.finfo(dtype).eps), None)
     return (
-        f"a tied weight's gradient is not summed{over}: {_list_text(names)} has the gradient of one use only"
+        f"errors of gradients are as large as rounding of {str(dtype).removeprefix('torch.')}"
+        if dtype
+        else None
     )
 
 
-# ---- weights of rows -----------------------------------------------------------------------------------------
+_HYPOTHESES = (_by_factor, _over_ranks, _by_rows, _by_norm_of_a_rank, _by_half_precision)
 
 
-def _by_rows(case: Case, names: Sequence[str]) -> str | OtherPlain | None:
-    """Gradients that are sums over the rows with other weights than plain PyTorch's."""
-    ranks = case.holders(names)
-    for parts in _partitions(case, len(ranks)):
-        try:
-            fits = [_fit_rows(case, names, rank, parts) for rank in ranks]
-        except (RuntimeError, ValueError):  # such as batch norm over one row
-            continue
-        solved = [(weights, are_sums) for weights, are_sums in fits if len(weights)]
-        if len(solved) < len(ranks):
-            continue
-        if all(are_sums[0] and are_sums[1] for _, are_sums in solved):
-            ratios = {rank: w[:, 1] / w[:, 0] for rank, (w, _) in zip(ranks, solved, strict=True)}
-            if all((ratio - ratio.nanmean()).abs().nan_to_num().max() < NEAR for ratio in ratios.values()):
-                return None  # a factor on each rank
-            return _describe_rows(
-                case, case.subject(names), parts, ratios, [w[:, :2].sum(0) for w, _ in solved]
-            )
-        are_means = all(s[2] and (w[:, 2] * len(parts) - 1).abs().max() < NEAR for w, s in solved)
-        if are_means and not solved[0][1][0] and len(case.reports) > 1 and not case.plain.note:
-            note = f"{len(parts)} micro-batches, since the loss couples the rows of a micro-batch"
-            return OtherPlain(note, layout=[parts])
-    return None
+# ---- new weights ---------------------------------------------------------------------------------------------
 
 
-def _partitions(case: Case, ranks: int) -> Iterator[list[Rows]]:
-    """Yield divisions of the rows into parts: single rows; blocks for ranks and micro-batches; every n-th row."""
-    rows, steps = case.probe.rows, case.micro_batches
-    for number in dict.fromkeys([rows, steps * ranks, steps, ranks]):
-        yield from [blocks_of_rows(rows, number)] if 1 < number <= min(rows, _MOST_PARTS) else []
-    yield from [[torch.arange(rank, rows, ranks) for rank in range(ranks)]] if 1 < ranks < rows else []
-
-
-def _fit_rows(
-    case: Case, names: Sequence[str], rank: int, parts: Sequence[Rows]
-) -> tuple[Tensor, list[bool]]:
-    """Return the weights of parts [parts, 3] in plain PyTorch's gradients, in a rank's and in the mean over ranks, and
-    whether each is a sum over the parts; no weights, if they are ambiguous."""
-    held, found, plain, bounds = case.gradients(names, rank)
-    mean = torch.cat([torch.stack([*case.seen[name].found["gradient"].values()]).mean(0) for name in held])
-    solved = fit(case.probe.columns(parts, held), torch.stack([plain, found, mean], dim=1), bounds)
-    return solved or (torch.empty(0), [])
-
-
-def _describe_rows(
-    case: Case, subject: str, parts: Sequence[Rows], ratios: dict[int, Tensor], sums: Sequence[Tensor]
-) -> str | None:
-    """Return how the weights of rows differ from plain PyTorch's.
-
-    Args:
-        ratios: of each rank, between its weights and plain PyTorch's; NaN for rows without a gradient
-        sums:   of each rank, of plain PyTorch's weights and of its own
-    """
-    total, ranks = case.probe.rows, list(ratios)
-    kept = [
-        {
-            row
-            for part, ratio in zip(parts, of_rank, strict=True)
-            if not ratio.abs() < NEAR
-            for row in part.tolist()
-        }
-        for of_rank in ratios.values()
-    ]
-    if any(of_rank != kept[0] for of_rank in kept):
-        return f"{subject} of only the own rank's rows: not averaged over {ranks_text(ranks)}"
-    if len(kept[0]) < total:
-        text = f"{subject} of rows {_row_text(kept[0])} of {total} only"
-        for rank, block in zip(ranks, torch.arange(total).tensor_split(len(ranks)), strict=True):
-            if len(ranks) > 1 and kept[0] == set(block.tolist()):
-                return f"{text}: only rank {rank}'s rows, ranks take the same rows or throw the others away"
-        for number in (len(ranks), 1):
-            blocks = [block.tolist() for block in torch.arange(total).tensor_split(number)]
-            size = len(kept[0]) // number
-            if kept[0] == {row for block in blocks for row in block[len(block) - size :]}:
-                return f"{text}: the last micro-batch, those of earlier micro-batches are thrown away"
-        return (
-            f"{text}: ranks take the same rows, as with different seeds, or leave rows out"
-            if len(ranks) > 1
-            else text
-        )
-    if all(abs(found / plain - 1) < NEAR / 10 for plain, found in sums):
-        return "loss averaged per micro-batch in place of per token: rows have other weights than in the mean over all"
-    if all((ratio[~ratio.isnan()] < 1 + NEAR).all() for ratio in ratios.values()):
-        return f"{subject} clipped or scaled on each rank before they are averaged"
-    return None
-
-
-def _row_text(rows: Iterable[int]) -> str:
-    """Return "0 to 3, 6" for rows 0, 1, 2, 3 and 6."""
-    runs: list[list[int]] = []
-    for row in sorted(rows):
-        if runs and runs[-1][-1] == row - 1:
-            runs[-1].append(row)
-        else:
-            runs.append([row])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-# ---- rounding and steps --------------------------------------------------------------------------------------
-
-
-def _by_half_precision(case: Case, names: Sequence[str]) -> str | None:
-    """Gradients that were computed or reduced in bfloat16 or float16."""
-    values = [case.gradients(names, rank)[1:3] for rank in case.holders(names)]
-    error = max(float((found - plain).norm() / plain.norm()) for found, plain in values)
-    kinds = [kind for kind in (torch.float16, torch.bfloat16) if error < 2 * torch.finfo(kind).eps]
-    return f"gradients are equal up to rounding of {str(kinds[0]).removeprefix('torch.')}" if kinds else None
-
-
-def _explain_weights(case: Case) -> str | None:
+def _of_weights(case: Case, names: Sequence[str]) -> str | None:
     """Return why new weights differ where gradients are equal."""
-    wrong = [(name, rank) for name in case.wrong("weight") for rank in case.seen[name].wrong("weight")]
-    if not wrong:
+    ranks = sorted({rank for name in names for rank in case.parameters[name].wrong("weight")})
+    every = [
+        (case.parameters[name], rank) for name in names for rank in case.parameters[name].wrong("weight")
+    ]
+    every = [(one, rank) for one, rank in every if rank in one.samples("weight")]
+    if not every:
         return None
-    moves = {}  # steps, plain PyTorch's steps, and initial values
-    for name, rank in wrong:
-        seen = case.seen[name]
-        moves[name, rank] = (
-            seen.found["weight"][rank] - seen.initial,
-            seen.weight - seen.initial,
-            seen.initial,
-        )
-    names, ranks = list(dict.fromkeys(name for name, _ in wrong)), sorted({rank for _, rank in wrong})
-    where = case.where(ranks)
-    if not any(step.any() for step, *_ in moves.values()):
-        every = [name for name in case.trained if set(case.holders([name])) & set(ranks)]
-        what = "" if len(names) == len(every) else f" of {_list_text(names)}"
+    step = torch.cat([one.samples("weight")[rank] - one.initial for one, rank in every])
+    plain = torch.cat([one.weight - one.initial for one, _ in every])
+    initial = torch.cat([one.initial for one, _ in every])
+    if not step.any():
+        held = [name for name in case.trained if set(case.holders([name])) & set(ranks)]
+        what = "" if set(held) <= set(names) else f" of {_list_text(names)}"
         who = ranks_text(ranks) if len(case.reports) > 1 else "the loop"
         return f"{who} skipped the step{what}: weights are unchanged"
-    step, plain, initial = (torch.cat(values) for values in zip(*moves.values(), strict=True))
     noise, factor = 4 * torch.finfo(torch.float32).eps * initial.abs().max(), factor_between([(step, plain)])
     if ((step - factor * plain).abs() <= noise * max(1.0, abs(factor))).all():
-        return f"steps are {format_factor(factor)}'s{where}: another learning rate"
+        return f"steps are {format_factor(factor)}'s{case.where(ranks)}: another learning rate"
     decay = factor_between([(step - plain, initial)])
     if decay and ((step - plain - decay * initial).abs() <= noise).all():
-        return f"another weight decay{where}: for {_list_text(names)}"
-    return _explain_steps(case)
+        return f"another weight decay{case.where(ranks)}: for {_list_text(names)}"
+    return _of_steps(case)
 
 
-def _explain_steps(case: Case) -> str | None:
+def _of_steps(case: Case) -> str | None:
     steps = {rank: report.steps for rank, report in enumerate(case.reports) if report.steps > 1}
     return (
         f"an optimizer stepped {max(steps.values())} times in an update{case.where(steps)}" if steps else None
     )
+
+
+def describe_loss(reports: Sequence[RankReport], plain: PlainUpdates, half: torch.dtype | None) -> str:
+    """Return how the losses differ: their mean over the ranks that returned one."""
+    losses = [report.losses for report in reports if report.losses]
+    if not losses:
+        return "not returned"
+    found, expected = torch.tensor(losses, dtype=torch.float64).mean(0), plain.losses.flatten(1)
+    if found.numel() != expected.numel():  # those of updates, or of the rows of an instance
+        found, expected = found.reshape(len(expected), -1).mean(1), expected.mean(1)
+    return describe_difference(found.to(expected.dtype), expected.flatten(), half=half)

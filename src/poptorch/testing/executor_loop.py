@@ -10,8 +10,8 @@ from ..enums import OutputMode
 from ..executor.wrapping import trainingModel
 from ..nested_values import arguments_of, tensors_of
 from ..options import Options
-from .plain import blocks_of_rows, rows_in, take
-from .reports import Updated
+from .loop import Updated
+from .plain import rows_in, take
 
 
 class ExecutorUpdate:
@@ -32,9 +32,8 @@ class ExecutorUpdate:
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Updated:
         """Make an update. The gradients, left in `.grad`, are the momenta of SGD after an update of a copy."""
         counts = self._options._counts()
-        args, kwargs = arguments_of(
-            take(batch, blocks_of_rows(rows_in(batch), counts.instances)[counts.instance])
-        )
+        rows = torch.arange(rows_in(batch)).chunk(counts.instances)[counts.instance]
+        args, kwargs = arguments_of(take(batch, rows))
         other = copy.deepcopy(model)
         if self._executor is None:
             self._executor = trainingModel(model, self._options.clone().outputMode(OutputMode.All), optimizer)

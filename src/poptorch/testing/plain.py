@@ -4,7 +4,8 @@ import copy
 import functools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +19,26 @@ from .verdicts import rounding_bound
 
 NEAR = 0.02  # the largest error of a coefficient; what it predicts is tested more closely
 SLACK = 4.0  # times the bound of rounding errors, for sums of several gradients
+_SAMPLES = 1024  # elements of a gradient from which causes are derived
 
 Rows = Tensor  # indices of rows of a batch, in dimension 0
 Layout = Sequence[Sequence[Rows]]  # the rows of each micro-batch of each replica
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How plain PyTorch makes an update.
+
+    Args:
+        max_norm: to which it clips the gradients
+        unused:   parameters whose gradients are zeros: forward does not use them
+        note:     how the recipe differs from what the user asked for
+    """
+
+    layout: Layout
+    max_norm: float = math.inf
+    unused: frozenset[str] = frozenset()
+    note: str = ""
 
 
 def rows_in(batch: Any) -> int:
@@ -43,11 +61,6 @@ def layout_of(rows: int, counts: Counts) -> Layout:
     parts, replicas = torch.arange(rows).chunk(of_instance * counts.instances), range(counts.replicas)
     groups = [i * of_instance + counts.input_group_of(r) for i in range(counts.instances) for r in replicas]
     return [[parts[group + turn * counts.groups] for turn in range(counts.accumulation)] for group in groups]
-
-
-def blocks_of_rows(rows: int, number: int) -> list[Rows]:
-    """Return the rows as blocks of neighbours, about equally many in each."""
-    return list(torch.arange(rows).tensor_split(number))
 
 
 def take(batch: Any, rows: Rows) -> Any:
@@ -89,94 +102,94 @@ def random_module(model: nn.Module, batch: Any) -> str | None:
 
 
 class PlainUpdates:
-    """Plain PyTorch's weight updates of a copy of a model.
-
-    Args:
-        batches: the rows of each update
-        layout:  the rows of each micro-batch of each replica
-    """
+    """Plain PyTorch's weight updates of a copy of a model. Args: batches: the rows of each update"""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], layout: Layout
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], recipe: Recipe
     ) -> None:
-        self._given, self._batches, self.layout = (model, optimizer), batches, layout
-        self.max_norm = math.inf  # of the gradients
-        self.note = ""  # how the updates differ from those that were asked for
+        self._given, self._batches, self.rows = (model, optimizer), batches, rows_in(batches[0])
+        self.run(recipe, 1)
 
-    def run(self, number: int) -> None:
-        """Make a number of updates, and leave the gradients of the last one in `.grad` of `model`."""
-        self.model = nn.Module()  # frees the copy of an earlier run
-        self.model, optimizer = copy.deepcopy(self._given)
-        made = [self._update(optimizer, batch) for batch in self._batches[:number]]
-        self.number, self.loss_index = number, made[0][0]
-        self.losses = torch.stack([losses for _, losses in made])  # [updates, micro-batches, replicas]
-        self.parameters = dict(self.model.named_parameters())
+    def run(self, recipe: Recipe, number: int) -> None:
+        """Make a number of updates of a new copy, and leave the gradients of the last one in `.grad`."""
+        self.recipe, self.number, self.parameters = recipe, number, dict[str, Tensor]()  # frees the old copy
+        self._known: dict[tuple[int, ...], Mapping[str, Tensor]] = {}  # samples of gradients, by rows
+        model, optimizer = copy.deepcopy(self._given)
+        self.parameters = dict(model.named_parameters())
+        made = [self._update(model, optimizer, batch) for batch in self._batches[:number]]
+        self.loss_index, self.losses = made[0][0], torch.stack([losses for _, losses in made])
         gradients = [p.grad.abs().max() for p in self.parameters.values() if p.grad is not None]
         self.largest = float(torch.stack(gradients).max()) if gradients else 0.0  # of all gradients
-        self.indices = {
-            name: _sample_indices(p if p.grad is None else p.grad) for name, p in self.parameters.items()
-        }
-
-    def run_again(self, layout: Layout | None, max_norm: float, note: str) -> None:
-        """Make the updates with other micro-batches, or with gradients clipped to another norm."""
-        self.layout, self.max_norm, self.note = layout or self.layout, max_norm, note
-        self.run(self.number)
-
-    def bound(self, name: str) -> float:
-        """Return the largest rounding error of a gradient. Sums of large values may cancel each other, so errors may be
-        larger than a gradient that is small beside all others."""
-        gradient = self.parameters[name].grad
-        if gradient is None:
-            return 0.0
-        return rounding_bound(max(self.largest / 4, float(gradient.abs().max())), gradient.dtype)
-
-    def probe(self) -> "Probe":
-        """Return the gradients of rows of the last update."""
-        start = PlainUpdates(*self._given, self._batches, self.layout)
-        start.max_norm, start.model = self.max_norm, self._given[0]
-        if self.number > 1:
-            start.run(self.number - 1)
-        return Probe(start.model, self._batches[self.number - 1], self.indices)
 
     def weigh_tokens(self) -> None:
         """Run all rows at once, if the loss is a mean over tokens and micro-batches have different numbers of them: the
-        mean of the micro-batches' losses is another one. Call this after `run(1)`."""
-        parts = [rows for micro_batches in self.layout for rows in micro_batches]
-        args, kwargs = arguments_of(self._batches[0])
+        mean of the micro-batches' losses is another one. Call this after one update."""
+        parts = [rows for micro_batches in self.recipe.layout for rows in micro_batches]
+        every = torch.cat(parts).sort().values
+        args, kwargs = arguments_of(take(self._batches[0], every))
         with torch.no_grad():
             whole = tensors_of(copy.deepcopy(self._given[0])(*args, **kwargs))[self.loss_index]
         if (whole - self.losses.mean()).abs() > rounding_bound(float(whole.abs()), whole.dtype):
-            every, names = torch.cat(parts).sort().values, list(self.parameters)
-            bounds = torch.cat([torch.full((len(self.indices[name]),), self.bound(name)) for name in names])
-            probe = self.probe()
-            solved = fit(probe.columns(parts, names), probe.columns([every], names), bounds)
-            if solved is not None and solved[1][0] and abs(solved[0].sum() - 1) < NEAR:
-                self.run_again([[every]], math.inf, "all rows at once, since micro-batches differ in tokens")
+            names = list(self.parameters)
+            sums, bound = self.columns([every], names), rounding_bound(self.largest, whole.dtype)
+            solved = fit(self.columns(parts, names), sums, torch.full((len(sums),), bound))
+            if solved is not None and abs(solved.sum() - 1) < NEAR:
+                note = "all rows at once, since micro-batches differ in tokens"
+                self.run(replace(self.recipe, layout=[[every]], note=note), 1)
 
-    def _update(self, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[int, Tensor]:
+    def _update(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[int, Tensor]:
         """Update the model, and leave mean gradients in `.grad`: added over the micro-batches of a replica one after
         another, then over replicas in pairs; and clipped.
 
         Returns: the index of the loss in the outputs, and the losses [micro-batches, replicas]
         """
-        index, parameters = 0, list(self.model.parameters())
-        losses: list[list[Tensor]] = []
+        index, losses = 0, list[list[Tensor]]()
         sums: list[list[Any]] = []  # of each replica, the gradients of all parameters
-        for micro_batches in self.layout:
+        for micro_batches in self.recipe.layout:
             optimizer.zero_grad(set_to_none=True)
             losses.append([])
             for rows in micro_batches:
-                index, loss = run_forward(self.model, take(batch, rows))
+                index, loss = run_forward(model, take(batch, rows))
                 loss.backward()
                 losses[-1].append(loss.detach())
-            sums.append([parameter.grad for parameter in parameters])
-        for parameter, *of_replicas in zip(parameters, *sums, strict=True):
+            sums.append([parameter.grad for parameter in self.parameters.values()])
+        for (name, parameter), *of_replicas in zip(self.parameters.items(), *sums, strict=True):
             if of_replicas[0] is not None:
                 parameter.grad = _sum_in_pairs(of_replicas).div_(len(losses) * len(losses[0]))
-        if self.max_norm < math.inf:
-            nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            elif name in self.recipe.unused:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.recipe.max_norm < math.inf:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.recipe.max_norm)
         optimizer.step()
         return index, torch.stack([torch.stack(of_replica) for of_replica in losses], dim=1)
+
+    def columns(self, parts: Sequence[Rows], names: Sequence[str]) -> Tensor:
+        """Return the gradients of parts of the first batch: [elements of these parameters' samples, parts]."""
+        return torch.stack([torch.cat([self._sums(rows)[name] for name in names]) for rows in parts], dim=1)
+
+    def _sums(self, rows: Rows) -> Mapping[str, Tensor]:
+        key = tuple(rows.tolist())
+        if key not in self._known:
+            model = copy.deepcopy(self._given[0])
+            model.zero_grad()
+            run_forward(model, take(self._batches[0], rows))[1].backward()
+            pairs = zip(model.named_parameters(), self.parameters.values(), strict=True)
+            self._known[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
+        return self._known[key]
+
+    def uses(self, name: str) -> int:
+        """Return how often forward uses a parameter."""
+        model = copy.deepcopy(self._given[0])
+        parameter = dict(model.named_parameters())[name]
+        loss = run_forward(model, take(self._batches[0], self.recipe.layout[0][0]))[1]
+        count, stack, seen = 0, list[Any]([loss.grad_fn]), {loss.grad_fn}
+        while stack:
+            for before, _ in stack.pop().next_functions:  # autograd's graph
+                count += getattr(before, "variable", None) is parameter
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    stack.append(before)
+        return count
 
 
 def _sum_in_pairs(values: list[Tensor]) -> Tensor:
@@ -187,100 +200,27 @@ def _sum_in_pairs(values: list[Tensor]) -> Tensor:
     return values[0]
 
 
-class Probe:
-    """Samples of plain PyTorch's gradients of some rows.
-
-    Args:
-        model:   the model before the update; a copy of it computes
-        indices: of each parameter, the indices of the sample in the flattened gradient
-    """
-
-    def __init__(self, model: nn.Module, batch: Any, indices: Mapping[str, Tensor]) -> None:
-        self._model, self._batch, self._indices, self.rows = (
-            copy.deepcopy(model),
-            batch,
-            indices,
-            rows_in(batch),
-        )
-        self._parameters = dict(self._model.named_parameters())
-        self._known: dict[tuple[int, ...], dict[str, Tensor]] = {}  # by rows
-
-    def columns(self, parts: Sequence[Rows], names: Sequence[str]) -> Tensor:
-        """Return the gradients of parts of the batch: [elements of these parameters' samples, parts]."""
-        return torch.stack(
-            [torch.cat([self._gradients(rows)[name] for name in names]) for rows in parts], dim=1
-        )
-
-    def _gradients(self, rows: Rows) -> dict[str, Tensor]:
-        key = tuple(rows.tolist())
-        if key not in self._known:
-            self._model.zero_grad()
-            run_forward(self._model, take(self._batch, rows))[1].backward()
-            pairs = self._parameters.items()
-            self._known[key] = {name: sample(p.grad, self._indices[name]) for name, p in pairs}
-        return self._known[key]
-
-    def gradients_of_uses(self, name: str, layout: Layout) -> list[Tensor]:
-        """Return the sample of a parameter's mean gradient by each of its uses in forward."""
-        sums: dict[int, Tensor] = {}
-        parts = [rows for micro_batches in layout for rows in micro_batches]
-        for rows in parts:
-            loss = run_forward(self._model, take(self._batch, rows))[1]
-            for number, (node, index) in enumerate(_uses(self._parameters[name], loss)):
-
-                def note(gradients: Sequence[Any], _: Any, number: int = number, index: int = index) -> None:
-                    value = sample(gradients[index], self._indices[name]) / len(parts)
-                    sums[number] = sums[number] + value if number in sums else value
-
-                node.register_hook(note)
-            loss.backward()
-        return list(sums.values())
-
-
-def _uses(parameter: Tensor, loss: Tensor) -> Iterator[tuple[Any, int]]:
-    """Yield (node, index of its input) of autograd's graph for each use of a parameter."""
-    stack, seen = list[Any]([loss.grad_fn]), {loss.grad_fn}
-    while stack:
-        node = stack.pop()
-        for index, (before, _) in enumerate(node.next_functions):
-            if getattr(before, "variable", None) is parameter:
-                yield node, index
-            elif before is not None and before not in seen:
-                seen.add(before)
-                stack.append(before)
-
-
-def sample(values: Tensor | None, indices: Tensor) -> Tensor:
-    """Return some elements of a flattened tensor, in float64; zeros if there is none."""
+def sample(values: Tensor | None, gradient: Tensor | None) -> Tensor:
+    """Return the elements, in float64, where plain PyTorch's gradient is largest; zeros for None."""
     if values is None:
-        return torch.zeros(len(indices), dtype=torch.float64)
-    return values.detach().reshape(-1)[indices].double().cpu()
+        return torch.zeros(0 if gradient is None else min(gradient.numel(), _SAMPLES), dtype=torch.float64)
+    flat = (values if gradient is None else gradient).detach().reshape(-1).abs()
+    indices = flat.topk(min(len(flat), _SAMPLES)).indices.sort().values
+    return values.detach().reshape(-1)[indices].double()
 
 
-def _sample_indices(gradient: Tensor, number: int = 1024) -> Tensor:
-    """Return the indices of elements of a flattened gradient: the largest ones, and others at equal distances."""
-    flat = gradient.detach().reshape(-1).abs()
-    if flat.numel() <= 2 * number:
-        return torch.arange(flat.numel())
-    steps = torch.arange(number) * flat.numel() // number
-    return torch.cat([flat.topk(number).indices.cpu(), steps]).unique()
-
-
-def fit(columns: Tensor, values: Tensor, bounds: Tensor) -> tuple[Tensor, list[bool]] | None:
-    """Return the weights of the columns whose sums are nearest to `values`, and whether each sum is as near as rounding
-    errors permit. None if the weights are ambiguous.
+def fit(columns: Tensor, values: Tensor, bounds: Tensor) -> Tensor | None:
+    """Return the weights [parts, sums] of the columns with which their sums are `values`, up to rounding errors; None
+    if there are none, or they are ambiguous.
 
     Args: columns: [elements, parts]; values: [elements, sums]; bounds: [elements]
     """
     sizes = columns.norm(dim=0)
     used = sizes > 1e-6 * sizes.max()
     scaled = columns[:, used] / sizes[used]
-    if not used.any() or len(scaled) < 2 * scaled.shape[1]:
-        return None
-    singular = torch.linalg.svdvals(scaled)
-    if singular[-1] < 1e-4 * singular[0]:
+    if not used.any() or len(scaled) < 2 * scaled.shape[1] or torch.linalg.cond(scaled) > 1e4:
         return None
     weights = torch.zeros(columns.shape[1], values.shape[1], dtype=values.dtype)
     weights[used] = torch.linalg.lstsq(scaled, values).solution / sizes[used, None]
-    errors = (columns @ weights - values).abs() <= SLACK * bounds[:, None]
-    return weights, errors.all(dim=0).tolist()
+    is_right = ((columns @ weights - values).abs() <= SLACK * bounds[:, None]).all()
+    return weights if is_right else None

@@ -7,24 +7,25 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 20  # elements that are compared at once: large tensors need no large copies in float64
-_HALF = (
-    torch.bfloat16,
-    torch.float16,
-)  # coarsest first: most rounded values of the first are values of the second
+HALF = (torch.bfloat16, torch.float16)  # coarsest first: most values of the first are values of the second
 
 
 def rounding_bound(largest: float, dtype: torch.dtype) -> float:
     """Return the largest error that counts as rounding, among values of this dtype up to `largest`."""
-    return (8 if dtype in _HALF else 64) * torch.finfo(dtype).eps * largest
+    return (8 if dtype in HALF else 64) * torch.finfo(dtype).eps * largest
 
 
 def is_rounding(verdict: str) -> bool:
-    """Return whether a result of `describe_difference` is "equal", "none" or a rounding error of the tensor's dtype."""
-    return verdict in ("equal", "none") or verdict.startswith("rounding, ")
+    """Return whether a result of `describe_difference` is "equal", "none" or a rounding error."""
+    return verdict in ("equal", "none") or verdict.startswith("rounding")
 
 
 def describe_difference(
-    found: Tensor | None, plain: Tensor | None, scale: float = 0.0, allowed: Tensor | None = None
+    found: Tensor | None,
+    plain: Tensor | None,
+    scale: float = 0.0,
+    allowed: Tensor | None = None,
+    half: torch.dtype | None = None,
 ) -> str:
     """Return how a tensor differs from plain PyTorch's: "equal", "rounding, 2e-07", "rounding of bfloat16, 3e-03",
     "1/4 of plain", "at [0, 0]: 0.1, plain 0.2", "missing", "plain has none", or "none" if both are None.
@@ -32,6 +33,7 @@ def describe_difference(
     Args:
         scale:   magnitude that rounding errors are relative to, if no value of `plain` is larger
         allowed: error of each element that counts as rounding, in addition
+        half:    the dtype that the loop computed or reduced in, if it is coarser
     """
     if found is None or plain is None:
         return "none" if found is plain else "missing" if found is None else "plain has none"
@@ -39,25 +41,24 @@ def describe_difference(
         return f"shape {list(found.shape)}, plain {list(plain.shape)}"
     if found.dtype == plain.dtype and torch.equal(found, plain):
         return "equal"
-    largest = _largest(there.abs() for _, there in _chunks(found, plain))
-    scale = max(scale, largest)
-    bound = rounding_bound(scale, plain.dtype)
+    scale = max(scale, _largest(there.abs() for _, there in _chunks(found, plain)))
     error = _largest((here - there).abs() for here, there in _chunks(found, plain))
-    first = _first_above(bound, found, plain, allowed)
-    if first is None:
-        return f"rounding, {error / scale if scale else error:.0e}"
-    factor = factor_between([(here, there) for here, there in _chunks(found, plain)])
-    if factor and _largest((h - factor * t).abs() for h, t in _chunks(found, plain)) <= bound * abs(factor):
+    first = None
+    for dtype in filter(None, (plain.dtype, half)):
+        first = _first_above(rounding_bound(scale, dtype), found, plain, allowed)
+        if first is None:
+            of = "" if dtype is plain.dtype else f" of {str(dtype).removeprefix('torch.')}"
+            return f"rounding{of}, {error / scale if scale else error:.0e}"
+    factor = factor_between(_chunks(found, plain))
+    bound = rounding_bound(scale, half or plain.dtype) * abs(factor)
+    if factor and _largest((h - factor * t).abs() for h, t in _chunks(found, plain)) <= bound:
         return format_factor(factor)
-    for kind in _HALF if plain.dtype not in _HALF else ():
-        if error <= rounding_bound(largest, kind) and torch.equal(found, found.to(kind).to(found.dtype)):
-            return f"rounding of {str(kind).removeprefix('torch.')}, {error / scale:.0e}"
     index = [int(value) for value in torch.unravel_index(torch.tensor(first), found.shape)]
     values = f"{float(found[tuple(index)]):.4g}, plain {float(plain[tuple(index)]):.4g}"
     return f"at {index}: {values}" if index else values
 
 
-def factor_between(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+def factor_between(pairs: Iterable[tuple[Tensor, ...]]) -> float:
     """Return the factor k for which the difference of `found` and k * `plain` is least; pairs are (found, plain)."""
     product = square = 0.0
     for found, plain in pairs:

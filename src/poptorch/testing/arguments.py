@@ -1,0 +1,103 @@
+"""The arguments of `compare`: their types, and whether all ranks pass equal ones."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from popengine.errors import Error, user_line
+from popengine.settings import Counts
+
+from ..nested_values import spec_of, tensors_of
+from .meeting import ranks_text
+
+
+def check_arguments(
+    model: Any, options: Any, optimizer: Any, update: Any, updates: Any, micro_batches: Any
+) -> None:
+    """Raise Error, if an argument of `compare` has another type than it must have, or does not fit the others."""
+    is_options = options is None or hasattr(options, "deviceIterations")
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer | None)
+    is_update = update is None or callable(update)
+    number = 1 if micro_batches is None else micro_batches
+    checks = (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("options", options, is_options, "a poptorch.Options or None"),
+        ("optimizer", optimizer, is_optimizer, "an optimizer or None"),
+        ("update", update, is_update, "a function of a model, an optimizer and a batch"),
+        ("updates", updates, isinstance(updates, int) and updates > 0, "a positive int"),
+        ("micro_batches", number, isinstance(number, int) and number > 0, "a positive int"),
+    )
+    for name, value, is_right, needed in checks:
+        if not is_right:
+            raise Error(
+                f"compare: {name} is of type {type(value).__name__}, and must be {needed}: {value!r:.60}\n"
+                "  fix: compare(model, options, batch, optimizer, update=...)"
+            )
+    if options is not None and micro_batches is not None:
+        raise Error("compare: options have a number of micro-batches\n  fix: leave out micro_batches")
+    if options is not None and options.exists("batch_dims"):
+        raise Error("compare: options.batchDims is not supported\n  fix: inputs with rows in dimension 0")
+    own, groups = {id(p) for p in model.parameters()}, optimizer.param_groups if optimizer else ()
+    if any(id(parameter) not in own for group in groups for parameter in group["params"]):
+        raise Error(
+            "compare: the optimizer has parameters that are not the model's\n"
+            "  fix: make it of model.parameters(), after the last change of the model"
+        )
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be equal on all ranks: (argument, what it is, a hash of its values) of each tensor and setting."""
+
+    line: str  # of the call of `compare`
+    items: list[tuple[str, str, str]]
+
+
+def fingerprint(
+    model: nn.Module, counts: Counts, batch: Any, optimizer: torch.optim.Optimizer, update: Any, updates: int
+) -> Fingerprint:
+    """Return the fingerprint of the arguments of `compare` on this rank."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = {
+        "the number of micro-batches": f"{counts.accumulation}, and {counts.global_replicas} replicas",
+        "the optimizer": f"{type(optimizer).__name__} {groups}",
+        "updates": str(updates),
+        "update": "an executor" if update is None else "a function",
+        "the batch": str(spec_of(batch)),
+    }
+    named = {"the model": [*model.named_parameters(), *model.named_buffers()]}
+    named["the batch"] = [(f"tensor {index}", tensor) for index, tensor in enumerate(tensors_of(batch))]
+    items = [(argument, text, "") for argument, text in settings.items()]
+    for argument, tensors in named.items():
+        items += [(argument, f"{name} {[*t.shape]} {t.dtype}", _hash(t)) for name, t in tensors]
+    return Fingerprint(user_line(), items)
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha1(data.data, usedforsecurity=False).hexdigest()
+
+
+def differing_values(fingerprints: Sequence[Fingerprint]) -> str:
+    """Return which values differ between ranks, as text; "" if none does. Raises Error, if other properties differ:
+    ranks could wait for each other."""
+    first, other_values = fingerprints[0], dict[str, tuple[str, set[int]]]()
+    for rank, other in enumerate(fingerprints):
+        for one, another in zip_longest(first.items, other.items, fillvalue=("the model", "nothing", "")):
+            if one[:2] != another[:2]:
+                raise Error(
+                    f"compare: rank {rank} passes another argument than rank 0: {one[0]}\n"
+                    f"  rank 0, {first.line}: {one[1]}\n  rank {rank}, {other.line}: {another[1]}\n"
+                    "  fix: call compare with equal arguments on all ranks"
+                )
+            if one != another:
+                other_values.setdefault(one[0], (one[1], set()))[1].add(rank)
+    return "; ".join(
+        f"{ranks_text(ranks)} passed other values of {argument} than rank 0, first {name}"
+        for argument, (name, ranks) in other_values.items()
+    )
