@@ -14,8 +14,8 @@ from popengine.settings import Counts
 from popengine.texts import table_text
 
 from ..nested_values import spec_of, tensors_of, with_tensors
-from .arguments import Fingerprint, check_arguments, differing_values, fingerprint
 from .causes import Case, conclude, describe_loss, other_recipe
+from .equal_arguments import Fingerprint, check_arguments, differing_values, fingerprint
 from .loop import Loop, Updated
 from .meeting import Ranks
 from .plain import PlainUpdates, Recipe, layout_of, random_module, rows_in, take
@@ -60,11 +60,12 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Return whether the loss, gradients and new weights are bitwise equal, or missing in both. If several ranks
-        made the update, also if they differ by rounding, since ranks add in another order."""
-        verdicts = {self.loss, *(verdict for _, *row in self.rows for verdict in row)} - {"not returned"}
-        return bool(self.rows) and all(
-            verdict in ("equal", "none") or (self.ranks > 1 and is_rounding(verdict)) for verdict in verdicts
-        )
+        made the update: whether gradients and new weights are equal up to rounding, since ranks add in another order.
+        """
+        verdicts = {verdict for _, *row in self.rows for verdict in row}
+        if self.ranks > 1:
+            return bool(self.rows) and all(map(is_rounding, verdicts))
+        return bool(self.rows) and verdicts | {self.loss} <= {"equal", "none", "not returned"}
 
     def __str__(self) -> str:
         lines = dict.fromkeys([self.title, self.conclusion])  # the same line for both, if the model is random
@@ -146,20 +147,14 @@ class _Check:
             from .executor_loop import ExecutorUpdate
 
             self.update = ExecutorUpdate(self.options, loss_index, self.updates)
-        loop, group = Loop(self.model, self.optimizer, self.update, is_alone=ranks.size == 1), None
-        found, made = None, 0
-        for number in sorted({1, self.updates} if ranks.size > 1 else {self.updates}):
-            if isinstance(found, Comparison) and not found.equal:
-                break  # the first update has shown the cause
-            reports = ranks.run("make the update", functools.partial(loop.run, self.batches[made:number]))
-            group, made, found = group or ranks.connect(), number, None
-            while not isinstance(found, Comparison):  # rank 0 may try other recipes of plain PyTorch
-                facts = ranks.run("run plain PyTorch", functools.partial(self._facts, number, found))[0]
-                differences = functools.partial(loop.differences, reports, group, facts, self.plain)
-                of_ranks = ranks.run("compare", differences)
-                judge = functools.partial(self._judge, loop.title, of_ranks, reports, differing)
-                found = ranks.run("name the cause", judge)[0]
-        assert isinstance(found, Comparison)
+        loop = Loop(self.model, self.optimizer, self.update, is_alone=ranks.size == 1)
+        reports = ranks.run("make the update", functools.partial(loop.run, self.batches))
+        found, group = ranks.run("run plain PyTorch", self._facts)[0], ranks.connect()
+        while not isinstance(found, Comparison):  # rank 0 may try other recipes of plain PyTorch
+            differences = functools.partial(loop.differences, reports, group, found, self.plain)
+            of_ranks = ranks.run("compare", differences)
+            judge = functools.partial(self._judge, loop.title, of_ranks, reports, differing)
+            found = ranks.run("name the cause", judge)[0]
         return found
 
     def _begin(self) -> Fingerprint:
@@ -194,26 +189,25 @@ class _Check:
             self.plain.weigh_tokens()
         return None, self.plain.loss_index
 
-    def _facts(self, number: int, recipe: Recipe | None) -> tuple[set[str], float]:
+    def _facts(self, recipe: Recipe | None = None) -> Any:
         """Run plain PyTorch on rank 0, if another recipe or number of updates is needed, and return `Loop`'s facts."""
-        if self.plain is None:
-            return set(), 0.0
-        if recipe is not None or self.plain.number != number:
-            self.plain.run(recipe or self.plain.recipe, number)
-        trained = {name for name, parameter in self.plain.parameters.items() if parameter.grad is not None}
-        return trained, self.plain.largest
+        if (plain := self.plain) is None:
+            return None
+        if recipe or plain.number != self.updates:
+            plain.run(recipe or plain.recipe, self.updates)
+        return {name for name, p in plain.parameters.items() if p.grad is not None}, plain.largest
 
-    def _judge(self, title: str, found: Any, reports: Any, differing: str) -> Comparison | Recipe | None:
-        """Return, on rank 0, the comparison, or another recipe of plain PyTorch with which to compare."""
+    def _judge(self, title: str, found: Any, reports: Any, differing: str) -> Any:
+        """Return, on rank 0, the comparison, or facts of another recipe of plain PyTorch with which to compare."""
         if (plain := self.plain) is None:
             return None
         case = Case(len(self.layout[0]), len(self.layout), found, reports, differing, plain, self.model)
         if recipe := other_recipe(case):
-            return recipe
-        size, loss = self.ranks.size, describe_loss(reports, plain, case.half)
+            return self._facts(recipe)
+        size, loss = self.ranks.size, describe_loss(reports, plain)
         title += f"; {plain.number} updates" * (plain.number > 1) + f" on {size} ranks" * (size > 1)
         title += f"; against plain PyTorch{f': {plain.recipe.note}' * bool(plain.recipe.note)}"
-        rows = [(name, one.text("gradient"), one.text("weight")) for name, one in case.parameters.items()]
+        rows = [(n, case.text("gradient", n), case.text("weight", n)) for n in plain.parameters]
         return Comparison(title, conclude(case, loss), loss, tuple(rows), size)
 
 

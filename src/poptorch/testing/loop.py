@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class RankReport:
         steps:  of one optimizer, in the last update
         early:  parameters with other values before the first step than the model's
         half:   the coarser dtype that modules computed in
+        norm:   of all gradients (or shards)
     """
 
     losses: list[float]
@@ -57,6 +58,17 @@ class RankReport:
     steps: int
     early: list[str]
     half: torch.dtype | None
+    norm: float
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether the rank has shards of gradients."""
+        return any(parts.get("gradient") for parts in self.sent.values())
+
+
+def half_of(reports: Iterable[RankReport]) -> torch.dtype | None:
+    """Return the coarser dtype that modules of a rank computed in."""
+    return next((report.half for report in reports if report.half), None)
 
 
 @dataclass(frozen=True)
@@ -68,8 +80,6 @@ class Difference:
 
     verdict: str
     sample: Tensor | None
-    norm: float
-    shard_norm: float
 
 
 class Loop:
@@ -126,12 +136,13 @@ class Loop:
                         "  fix: use the names of model.named_parameters()"
                     )
                 self._tensors.setdefault(known, {})[part] = tensor.detach()
-        sent = {
-            name: {part: _shards_of(t, self._before[name]) for part, t in parts.items()}
-            for name, parts in self._tensors.items()
-        }
+        sent, gradients = dict[str, dict[str, list[int] | int]](), list[Tensor]()
+        for name, parts in self._tensors.items():
+            sent[name] = {part: _shards_of(tensor, self._before[name]) for part, tensor in parts.items()}
+            gradients += [_local(parts["gradient"])] if "gradient" in parts else []
+        norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
         half = next((dtype for dtype in HALF if dtype in self._half), None)
-        return RankReport(self._losses, sent, max(self._steps.values(), default=0), self._early, half)
+        return RankReport(self._losses, sent, max(self._steps.values(), default=0), self._early, half, norm)
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note the gradients before a step of any optimizer: loops often set them to None or 0 after it."""
@@ -187,47 +198,42 @@ class Loop:
             plain: plain PyTorch's updates, on rank 0
         """
         found: dict[str, dict[str, Difference]] = {}
-        trained, largest = facts
-        half = next((report.half for report in reports if report.half), None)
+        (trained, largest), half = facts, half_of(reports)
         for name, before in self._before.items():
-            gradient, of_name = None, half
+            gradient, of_name, step = None, half, 0.0
             for part in PARTS:
-                expected, allowed = torch.empty_like(before).detach(), None
-                if plain:
-                    expected = (
-                        plain.parameters[name].detach() if part == "weight" else plain.parameters[name].grad
-                    )
+                expected: Any = torch.empty_like(before).detach()
+                if plain and (part == "weight" or name in trained):
+                    now: Any = plain.parameters[name]
+                    expected = (now if part == "weight" else now.grad).detach().contiguous()
                 if part == "gradient" and name not in trained:
                     expected = None
                 elif group:
-                    group.broadcast(expected.contiguous(), 0).wait()
-                own = self._tensors.get(name, {}).get(part)
-                shard = own if own is None or not hasattr(own, "to_local") else own.to_local()
-                whole = self._whole(name, part, reports, group)
+                    group.broadcast(expected, 0).wait()
+                whole, allowed, scale = self._whole(name, part, reports, group), None, 0.0
                 if part == "gradient":
-                    gradient, of_name = expected, half or _coarser_dtype(whole, expected)
-                elif gradient is not None:
+                    gradient, of_name, scale = expected, half or _coarser_dtype(whole, expected), largest / 4
+                elif gradient is not None and expected is not None:
                     # Adam's steps are as large where gradients are rounding errors
                     bound = rounding_bound(
                         max(largest / 4, float(gradient.abs().max())), of_name or gradient.dtype
                     )
                     step = (expected - before.detach()).abs().max()
-                    allowed = (2 * bound / gradient.abs()).clamp(max=2.0).nan_to_num(2.0) * step
+                    allowed = (2 * bound / gradient.abs()).clamp(max=2.0) * step
                 if whole is not None:
-                    scale = largest / 4 if part == "gradient" else 0.0
                     verdict = describe_difference(whole, expected, scale, allowed, of_name)
                     is_like = expected is None or whole.shape == expected.shape
-                    values = sample(whole, gradient) if is_like else None
-                    norms = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (whole, shard)]
-                    found.setdefault(name, {})[part] = Difference(verdict, values, *norms)
+                    value = sample(whole, gradient) if is_like else None
+                    found.setdefault(name, {})[part] = Difference(verdict, value)
         return found
 
     def _whole(self, name: str, part: str, reports: Sequence[RankReport], group: Any) -> Tensor | None:
         """Return this rank's tensor, or the one that its shard is a part of, if all ranks of its mesh have a shard."""
-        own, rank = self._tensors.get(name, {}).get(part), group.rank() if group else 0
+        own: Any = self._tensors.get(name, {}).get(part)
+        rank = group.rank() if group else 0
         sent = [report.sent.get(name, {}).get(part) for report in reports]
         if isinstance(mesh := sent[rank], list):
-            own = own.full_tensor() if all(sent[peer] is not None for peer in mesh) else own.to_local()
+            own = own.full_tensor() if all(sent[peer] is not None for peer in mesh) else _local(own)
         shape, pieces, holders = self._before[name].shape, list[Tensor](), list[int]()
         for peer, size in enumerate(sent):
             if not isinstance(size, int) or not size:
@@ -245,6 +251,10 @@ def _shards_of(tensor: Any, whole: Tensor) -> list[int] | int:
     if hasattr(tensor, "full_tensor"):
         return tensor.device_mesh.mesh.flatten().tolist()
     return tensor.numel() if tensor.dim() == 1 and tensor.shape != whole.shape else 0
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _coarser_dtype(found: Tensor | None, plain: Tensor | None) -> torch.dtype | None:

@@ -118,8 +118,9 @@ class PlainUpdates:
         self.parameters = dict(model.named_parameters())
         made = [self._update(model, optimizer, batch) for batch in self._batches[:number]]
         self.loss_index, self.losses = made[0][0], torch.stack([losses for _, losses in made])
-        gradients = [p.grad.abs().max() for p in self.parameters.values() if p.grad is not None]
-        self.largest = float(torch.stack(gradients).max()) if gradients else 0.0  # of all gradients
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        self.largest = max((float(gradient.abs().max()) for gradient in gradients), default=0.0)
+        self.norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def weigh_tokens(self) -> None:
         """Run all rows at once, if the loss is a mean over tokens and micro-batches have different numbers of them: the
@@ -131,8 +132,11 @@ class PlainUpdates:
             whole = tensors_of(copy.deepcopy(self._given[0])(*args, **kwargs))[self.loss_index]
         if (whole - self.losses.mean()).abs() > rounding_bound(float(whole.abs()), whole.dtype):
             names = list(self.parameters)
-            sums, bound = self.columns([every], names), rounding_bound(self.largest, whole.dtype)
-            solved = fit(self.columns(parts, names), sums, torch.full((len(sums),), bound))
+            sums, columns = self.columns([every], names), self.columns(parts, names)
+            if sums is None or columns is None:
+                return
+            bounds = torch.full((len(sums),), rounding_bound(self.largest, whole.dtype))
+            solved = fit(columns, sums, bounds)
             if solved is not None and abs(solved.sum() - 1) < NEAR:
                 note = "all rows at once, since micro-batches differ in tokens"
                 self.run(replace(self.recipe, layout=[[every]], note=note), 1)
@@ -163,19 +167,37 @@ class PlainUpdates:
         optimizer.step()
         return index, torch.stack([torch.stack(of_replica) for of_replica in losses], dim=1)
 
-    def columns(self, parts: Sequence[Rows], names: Sequence[str]) -> Tensor:
-        """Return the gradients of parts of the first batch: [elements of these parameters' samples, parts]."""
-        return torch.stack([torch.cat([self._sums(rows)[name] for name in names]) for rows in parts], dim=1)
+    def sample(self, name: str) -> Tensor:
+        """Return the sample of a gradient."""
+        gradient = self.parameters[name].grad
+        return sample(gradient, gradient)
 
-    def _sums(self, rows: Rows) -> Mapping[str, Tensor]:
-        key = tuple(rows.tolist())
-        if key not in self._known:
-            model = copy.deepcopy(self._given[0])
-            model.zero_grad()
-            run_forward(model, take(self._batches[0], rows))[1].backward()
-            pairs = zip(model.named_parameters(), self.parameters.values(), strict=True)
-            self._known[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
-        return self._known[key]
+    def bound(self, name: str, half: torch.dtype | None) -> float:
+        """Return the largest rounding error of a gradient, if a loop computed in the dtype `half`. Sums of large values
+        may cancel each other, so errors may be larger than a gradient that is small beside all others."""
+        parameter = self.parameters[name]
+        largest = 0.0 if parameter.grad is None else float(parameter.grad.abs().max())
+        return rounding_bound(max(self.largest / 4, largest), half or parameter.dtype)
+
+    def parts(self, number: int) -> list[Rows]:
+        """Return the rows in order, in a number of about equal parts."""
+        return list(torch.arange(self.rows).tensor_split(number))
+
+    def columns(self, parts: Sequence[Rows], names: Sequence[str]) -> Tensor | None:
+        """Return the gradients of parts of the first batch: [elements of these parameters' samples, parts]; None if the
+        model can't compute with so few rows."""
+        for rows in parts:
+            if (key := tuple(rows.tolist())) not in self._known:
+                model = copy.deepcopy(self._given[0])
+                model.zero_grad()
+                try:
+                    run_forward(model, take(self._batches[0], rows))[1].backward()
+                except (RuntimeError, ValueError):  # such as batch norm over one row
+                    return None
+                pairs = zip(model.named_parameters(), self.parameters.values(), strict=True)
+                self._known[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
+        columns = [[self._known[tuple(rows.tolist())][name] for name in names] for rows in parts]
+        return torch.stack([torch.cat(column) for column in columns], dim=1)
 
     def uses(self, name: str) -> int:
         """Return how often forward uses a parameter."""

@@ -20,6 +20,12 @@ def is_rounding(verdict: str) -> bool:
     return verdict in ("equal", "none") or verdict.startswith("rounding")
 
 
+def rounding_of(verdicts: Iterable[str]) -> str:
+    """Return "equal", "equal up to rounding" or "equal up to rounding of bfloat16", by verdicts that are rounding."""
+    kinds = {verdict.partition(",")[0] for verdict in verdicts if verdict.startswith("rounding")}
+    return f"equal up to {max(kinds)}" if kinds else "equal"
+
+
 def describe_difference(
     found: Tensor | None,
     plain: Tensor | None,
