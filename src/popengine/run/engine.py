@@ -247,8 +247,8 @@ class Engine:
         keys = [each.key for each in found if each.key not in train_state.elsewhere]
         replicas = [present]
         with torch.no_grad():
-            if counts.replicas > 1:
-                replicas += train_state.own_buffers(present, keys, counts.replicas)[1 : counts.replicas]
+            if train_state.replicas > 1:
+                replicas += train_state.own_buffers(present, keys)[1 : train_state.replicas]
             doubles = (
                 [own[key].to(devices.CPU, torch.float64).reshape(-1) for key in keys] for own in replicas
             )
@@ -260,7 +260,8 @@ class Engine:
             reduction = AllReduce(self._sums, Tag.BUFFERS, counts.processes_of_part())
             fingerprint = {f"buffers@part {part}": {key: str(tuple(present[key].shape)) for key in keys}}
             self._sums.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
-        means = (flats[0] / counts.global_replicas).split([present[key].numel() for key in keys])
+        replicas_of_all = counts.global_replicas // counts.replicas * train_state.replicas
+        means = (flats[0] / replicas_of_all).split([present[key].numel() for key in keys])
         for key, mean in zip(keys, means, strict=True):
             write(present[key], mean.view(present[key].shape))
             for own in train_state.buffers:

@@ -95,6 +95,7 @@ class State:
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
+        train_state.replicas = max(train_state.replicas, settings.counts.replicas)
         train_state.owner = self._owners() | train_state.owner
         if settings.counts.parts > 1:
             train_state.add_holders(plan.holders(), settings.place.process)
@@ -142,8 +143,8 @@ class State:
                         plain = self._copy_here(f"constant {key}", plain, plain.stride())
                     for values in self.values:
                         values[self._constants[key]] = with_aligned_start(plain)
-            if len(self.values) > 1:  # replicas 1, 2, ... have buffers of their own
-                own = self.train_state.own_buffers(self._plain, self.changed_keys, len(self.values))
+            if self.train_state.replicas > 1:  # replicas 1, 2, ... have buffers of their own
+                own = self.train_state.own_buffers(self._plain, self.changed_keys)
                 for values, buffers in zip(self.values[1:], own[1:], strict=False):
                     values.update((name, buffers[self._slots[name].key]) for name in self._changed)
             if self.settings.optimizer is not None:
@@ -364,7 +365,7 @@ class State:
         for pairs in self._copied.values():
             for users, own in pairs:
                 write(users, own)
-        if len(self.values) > 1:
+        if self.train_state.replicas > 1:
             for replica, values in enumerate(self.values):
                 for name in self._changed if self.settings.runs_replica(replica) else ():
                     self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])

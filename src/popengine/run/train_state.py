@@ -51,6 +51,7 @@ class TrainState:
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
         self.updates = 0  # finished weight updates since the executor set this to 0
         self.engines = 0  # that are not closed
+        self.replicas = 1  # of this process; a plan for an incomplete batch may have fewer
         # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
         # latest step: the model's differ if the user has written them, and then all replicas take these.
         self.buffers: list[dict[str, Tensor]] = []
@@ -104,7 +105,7 @@ class TrainState:
         buffers = {key: value.detach() for key, value in present.items() if key not in parameters}
         own = self.buffers or [{}]
         if self.buffers:
-            self.own_buffers(buffers, own[0].keys() & buffers.keys(), len(own))
+            self.own_buffers(buffers, own[0].keys() & buffers.keys())
         replicas = [{key: each.get(key, value) for key, value in buffers.items()} for each in own]
         return {**found, "weights": parameters, "buffers": replicas}
 
@@ -228,12 +229,10 @@ class TrainState:
             if key not in self._confirmed or not self._confirmed[key].fits(value)
         }
 
-    def own_buffers(
-        self, weights: Mapping[str, Tensor], keys: Iterable[str], replicas: int
-    ) -> list[dict[str, Tensor]]:
+    def own_buffers(self, weights: Mapping[str, Tensor], keys: Iterable[str]) -> list[dict[str, Tensor]]:
         """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
         that the user has written, gets the model's value (in `weights`) in all replicas."""
-        self.buffers.extend({} for _ in range(replicas - len(self.buffers)))
+        self.buffers.extend({} for _ in range(self.replicas - len(self.buffers)))
         for key in keys:
             value = weights[key].detach()
             for own in self.buffers:

@@ -41,6 +41,7 @@ class LoadedPlans:
     def __init__(self, options: Options, model: nn.Module) -> None:
         self._options, self._model = options, model
         self.state = TrainState(functools.partial(weights_of, model))
+        self.state.replicas = options._counts().replicas
         self._is_seeded = False  # whether `state.random_state` is set
         self.has_file_state = False  # whether the state was loaded from a file
         self.loaded: list[LoadedPlan] = []  # in order of use, the latest last
