@@ -267,6 +267,12 @@ class _TracedForward:
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         if code is not None:
             state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
+        if value is None and state.training:
+            logger.warning(
+                "%s: forward returns nothing; the loss that it marks is trained all the same, and calls return None\n"
+                "  fix: return the loss",
+                state.forward_line,
+            )
         template = functools.partial(make_template, capture=state, arguments=arguments_by_id(self.call))
         returned, outputs = template(value, "output")
         for tensor in outputs:

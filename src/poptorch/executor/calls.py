@@ -36,7 +36,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
         __tracebackhide__ = True  # notebooks and pytest leave this frame out, too
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode can't be a model's: no gradients, and read-only after it.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 return call(*args, **kwargs)
         takes_gradients = torch.is_grad_enabled()
         try:
@@ -77,6 +77,7 @@ class Calls:
                 "Trying to run a model on an offline device (ConnectionType.Never)\n"
                 "  fix: use model.compile(...) or compileAndExport(...) only, or another connection type"
             )
+        self._compilation.flags.warn_of_evaluation()
         call, most = self.bind(args, kwargs), self._compilation.most_plans
         self._plans.state.updates = 0
         finished: list[tuple[Run, LoadedPlan, Results]] = []

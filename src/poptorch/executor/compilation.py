@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from popengine.compile.recording.user_code import user_line
 from popengine.errors import Error
 from popengine.settings import Settings
 
@@ -225,6 +226,8 @@ class ModelFlags:
         # Of each layer, its layers when the latest plan was compiled.
         self._children: list[dict[str, Any]] = []
         self._draws, self._seed = False, 0  # whether the model draws random numbers, and torch's seed
+        self._evaluates = False  # whether the executor's `eval` was called last
+        self._writing = set[str]()  # names of compiled layers whose buffers each call changes
 
     @functools.cached_property
     def own_model(self) -> Any:
@@ -234,7 +237,7 @@ class ModelFlags:
     def set_mode(self, mode: bool) -> bool:
         """Set the mode in which layers are compiled. In inference the user's layers keep their flags. Return whether a
         layer is compiled in another mode."""
-        user = self._model.user
+        user, self._evaluates = self._model.user, not mode
         if self._model.training:
             user.train(mode)
             wanted = _modes_of(user)
@@ -284,6 +287,8 @@ class ModelFlags:
         if not self._layers:
             self._draws = any(piece.draws for piece in executable.plan.partition.pieces)
             self._seed = torch.initial_seed()
+            results = executable.graph.results
+            self._writing = {result.key.rpartition(".")[0] for result in results if result.kind == "buffer"}
         self._flags = _modes_of(self._model.user) | self._flags
         self._layers = {name: vars(layer) for name, layer in self._model.user.named_modules()}
         self._children = [dict(own["_modules"]) for own in self._layers.values()]
@@ -300,8 +305,16 @@ class ModelFlags:
 
     # ---- changes after it --------------------------------------------------------------------------------
 
+    def warn_of_evaluation(self) -> None:
+        """Warn once of a training call in `torch.no_grad()`, or after the executor's `eval()`."""
+        if self._model.training and (self._evaluates or not torch.is_grad_enabled()):
+            change = "`eval()` was called" if self._evaluates else "gradients are off, as for an evaluation"
+            fix = "poptorch.inferenceModel(model) evaluates it"
+            self._warn_once(f"{user_line()}: {change}", "trains: each call updates the weights", fix)
+
     def check_changes(self) -> None:
-        """Warn, once per kind, of changes of modes since the compilation and of torch's seed: calls ignore them."""
+        """Warn, once per kind, of changes of modes since the compilation and of torch's seed: calls ignore them. Raise
+        Error if an inference would change buffers of a layer that is in eval mode now."""
         if [*map(_TRAINING, self._layers.values())] != [*map(self._flags.get, self._layers)]:
             self._warn_of_modes()
         if self._draws and self._seed != torch.initial_seed():
@@ -315,6 +328,14 @@ class ModelFlags:
             mode = own["training"]
             if mode not in (self._flags[name], self._compiled[name]) and (training or not mode):
                 changed.setdefault(mode, []).append(name)
+        writing = [name or "the model" for name in changed.get(False, ()) if name in self._writing]
+        if writing and not training:
+            raise Error(
+                f"{listed(writing)} is in eval() mode now, and was compiled in train() mode: each call would change its"
+                " running statistics\n"
+                "  why: an executor has the modes of its first call\n"
+                "  fix: call model.eval() before the first call, or destroy() on the executor; or wrap the model again"
+            )
         for mode, names in changed.items():
             now, before = ("train", "eval") if mode else ("eval", "train")
             more = "; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""
