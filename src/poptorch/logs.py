@@ -4,11 +4,12 @@
 are read at import; `setLogLevel` changes the level later.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from popengine.errors import did_you_mean
 
@@ -43,6 +44,17 @@ NEWEST_TORCH = "2.15"  # the newest version of torch on which the tests have run
 
 logger = logging.getLogger("poptorch::python")
 logging.getLogger("popengine").parent = logger  # the engine's lines go to the same handlers
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Log only errors while the body runs: it does again what has been said before."""
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _Formatter(logging.Formatter):

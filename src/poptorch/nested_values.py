@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import repeat
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class Constant:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and _are_equal(self.value, other.value)
+        return isinstance(other, Constant) and _are_equal(self.value, other.value, set())
 
     def __hash__(self) -> int:
         return hash(type(self.value))  # coarse: equal values of any type must share it
@@ -210,9 +211,10 @@ def copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
     return twin
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two constants have the same type and equal contents."""
-    if one is other:
+def _are_equal(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
+    """Return whether two constants have the same type and equal contents. `seen`: the ids of objects that are being
+    compared, and may refer to each other."""
+    if one is other or (id(one), id(other)) in seen:
         return True
     if type(one) is not type(other):
         return False
@@ -222,16 +224,19 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, float | complex):
         return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not
     if isinstance(one, dict | UserDict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key], seen) for key in one)
     if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other, repeat(seen)))
     if type(one).__eq__ is object.__eq__:
-        return (state := _state_of(one)) is not None and _are_equal(state, _state_of(other))
+        seen.add((id(one), id(other)))
+        return (state := _state_of(one)) is not None and _are_equal(state, _state_of(other), seen)
     try:
         return bool(one == other)
     except (ValueError, RuntimeError):  # arrays, or objects that hold arrays: the truth of `==` is ambiguous
         return (
-            _are_equal(vars(one), vars(other)) if hasattr(one, "__dict__") else numpy.array_equal(one, other)
+            _are_equal(vars(one), vars(other), seen)
+            if hasattr(one, "__dict__")
+            else numpy.array_equal(one, other)
         )
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C wherever it can come: when a function begins, when it returns, and after each call of a built-in one."""
 
+import signal
 import sys
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ class Interrupts:
 
     def __init__(self, files, first, second=None):
         self._files, self._left, self._second = files, first, second
+        self._handler = signal.getsignal(signal.SIGINT)
         self.came = []  # where
 
     @contextmanager
@@ -45,7 +47,8 @@ class Interrupts:
         return self._look_again
 
     def _is_ours(self, frame):
-        return any(part in frame.f_code.co_filename for part in self._files)
+        can_come = signal.getsignal(signal.SIGINT) is self._handler  # else it is delayed
+        return can_come and any(part in frame.f_code.co_filename for part in self._files)
 
     def _raise(self, frame):
         self.came.append(f"{frame.f_code.co_name}:{frame.f_lineno}")

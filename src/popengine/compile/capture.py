@@ -75,6 +75,7 @@ def capture(
     check_none_left(module, first.containers)
     _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
     found.reads.update(dropped)
+    found.reads.has_draws = bool(found.draws)
     for line, what in found.draws.items():
         logger.warning(
             "%s: forward asks for %s: the value is that of the recording, and the same in each call\n"

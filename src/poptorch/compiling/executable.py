@@ -6,6 +6,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
-from popengine.compile.recording.reads import Reads, fingerprint
+from popengine.compile.recording.reads import Reads, fingerprint, graph_lines
 from popengine.compile.rewriting.memory_layout import in_wanted_layout, with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
@@ -58,6 +59,7 @@ class RecordedCall:
     reads: Reads
     template: Template
     call: BoundCall
+    forward_line: str
 
     def holds(self, call: BoundCall) -> bool:
         """Return whether forward would read and yield the same in this call, whose graph is the same."""
@@ -121,6 +123,24 @@ class Executable:
         template = next((each for each in joined if each is not None), None)
         self.recordings.appendleft(replace(recording, template=template or recording.template))
         return template is not None
+
+    def check_recording(self, new: "Executable") -> None:
+        """Raise Error if a recording with the same reads has another graph, or yields something else."""
+        before, recording = self.recordings[0], new.recordings[0]
+        lines, found = (graph_lines(each.graph, before.reads.tensors) for each in (self, new))
+        pairs = zip_longest(lines, found, fillvalue=("", ""))
+        where = next((one[0] or other[0] for one, other in pairs if one[1] != other[1]), None)
+        what = before.template.difference(recording.template)
+        if where is None and not what and self.graph_code() == new.graph_code():
+            return
+        raise Error(
+            f"{where or recording.forward_line}: forward computes something else now than when it was recorded"
+            f"{f': {what} differs' if what else ''}; earlier calls had the recorded value\n"
+            "  why: forward reads a value there that can't be followed: a file, the environment, an object of C, or an"
+            " argument that seemed not to matter\n"
+            "  fix: keep the value in an attribute of the model or in a buffer, or pass it as an argument; the next"
+            " call records forward anew. options.checkRecording(False) leaves this check out"
+        )
 
     def graph_code(self) -> str:
         """Return a text that is equal for graphs that compute, return and note equal tensors."""
@@ -238,7 +258,9 @@ def record_model(
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.returned, anchors, names, forward.note_anchors
     found = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
-    found.recordings.append(RecordedCall(graph.reads, graph.beside.without(graph.reads.dropped), call))
+    found.recordings.append(
+        RecordedCall(graph.reads, graph.beside.without(graph.reads.dropped), call, forward.line)
+    )
     return found
 
 
@@ -255,6 +277,7 @@ class _TracedForward:
     names: tuple[str, ...] = ()
     indices: dict[str, int] = field(default_factory=dict)
     note_anchors: tuple[Anchor, ...] = ()
+    line: str = "forward"
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         bound, state = self.call.with_tensors(tensors).bound, current()
@@ -266,7 +289,7 @@ class _TracedForward:
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         if code is not None:
-            state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
+            self.line = state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
         if value is None and state.training:
             logger.warning(
                 "%s: forward returns nothing; the loss that it marks is trained all the same, and calls return None\n"
@@ -293,7 +316,8 @@ class _TracedForward:
         notes, noted = template(state.notes, "notes")
         places = range(len(outputs), len(outputs) + len(noted))
         self.note_anchors = tuple(Anchor("output", str(place), "all") for place in places)
-        written = {path: owner[name] for path, (owner, name) in state.written.items() if name in owner}
+        owners = {path: owner for path, owner in state.written.items() if path not in state.written_by_host}
+        written = {path: owner[name] for path, (owner, name) in owners.items() if name in owner}
         written = {path: value for path, value in written.items() if not fake_tensors_in(value)}
         self.template = Template(returned, notes, template(written, "attributes")[0], state.written)
         return outputs + noted

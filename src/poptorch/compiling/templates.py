@@ -7,6 +7,7 @@ of each argument that forward hands through. A call fills both with its own.
 from collections import UserDict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,6 +115,14 @@ class Template:
     def __eq__(self, other: Any) -> bool:
         """Return whether another template has equal returned values and notes."""
         return _join((self.returned, self.notes), (other.returned, other.notes)) is not _DIFFERENT
+
+    def difference(self, other: "Template") -> str:
+        """Return in words which part of another template differs; "" if they are equal."""
+        parts = {"returned": "what forward returns", "notes": "its notes"}
+        differing = (w for n, w in parts.items() if _join(getattr(self, n), getattr(other, n)) is _DIFFERENT)
+        both = self.attributes.keys() & other.attributes.keys()  # a cache may be set only once
+        changed = (p for p in both if _join(self.attributes[p], other.attributes[p]) is _DIFFERENT)
+        return next(chain(differing, changed), "")
 
     def without(self, paths: Container[str]) -> "Template":
         """Return the template without the attributes with these paths."""

@@ -120,6 +120,8 @@ class Calls:
         copied to the caller's tensors. A plan that is compiled here is removed if no update succeeds."""
         plans, compilation, before = self._plans, self._compilation, self._plans.current
         plan, number = plans.find_plan(run), compilation.count
+        if plan is not None:
+            compilation.check_recording(plan, run)
         if plan is None and plans.first is not None and not plans.plans_of(run.key):
             plan = compilation.plan_for_other_constants(run, plans.first.inputs)
             if plan is None:
@@ -128,6 +130,7 @@ class Calls:
             plan = compilation.compile(run)
         elif plan is not before:
             plans.make_current(plan)
+        plan.calls += 1
         try:
             if plan.engine is None:
                 compilation.attach()

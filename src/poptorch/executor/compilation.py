@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from popengine.compile.recording.current_capture import interrupts_delayed
 from popengine.compile.recording.user_code import user_line
 from popengine.errors import Error
 from popengine.settings import Settings
@@ -23,7 +24,7 @@ from ..compiling.compilation_log import log_plan, progress
 from ..compiling.executable import Executable, compile_model, record_model
 from ..compiling.runs import Run
 from ..enums import ConnectionType
-from ..logs import listed, logger
+from ..logs import listed, logger, without_warnings
 from ..options import Options
 from ..options.freeze_options import chosen_devices, engine_settings
 from ..reporter import Reporter, start_reporter
@@ -31,6 +32,7 @@ from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
 from .wrapped_model import WrappedModel, return_weights, with_own_modes
 
+_CHECKED = {8**power for power in range(1, 20)}
 _MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
 
 
@@ -110,6 +112,22 @@ class Compilation:
                 what = "other parameters that are trained"
             logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
         return plan
+
+    def check_recording(self, plan: LoadedPlan, run: Run) -> None:
+        """In calls 8, 64, 512, ... of a plan record forward again. Raise Error, and remove all plans, if it differs."""
+        options, recording = self.model.options, plan.executable.recordings[0]
+        mode: Any = options.check_recording if options.exists("check_recording") else True
+        if not mode or recording.reads.has_draws or (mode is True and plan.calls + 1 not in _CHECKED):
+            return
+        with interrupts_delayed(), without_warnings(), self.flags.as_compiled():
+            settings = self.settings_of(run, options)
+            new = record_model(self.model.user, run, options, settings, [plan.executable])
+        try:
+            plan.executable.check_recording(new)
+        except Error:
+            self.plans.clear_plans()
+            self.unread = self.beside = frozenset()
+            raise
 
     def plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
         """Record a call again whose arguments without tensors have other values than at the compilation. If the graph

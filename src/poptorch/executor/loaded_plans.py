@@ -32,6 +32,7 @@ class LoadedPlan:
     executable: Executable
     reporter: Reporter | None = None
     engine: Engine | None = None
+    calls: int = 0
     synthetic: list[Tensor] | None = None  # inputs of `Options.enableSyntheticData`
 
 

@@ -53,7 +53,7 @@ class HostCall:
 
 # By handle; a call lives as long as the graph that contains the handle.
 _host_calls: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+_handles = itertools.count(2**40)  # no other number of a graph, see `graph_lines`
 
 
 def _record_host_call(

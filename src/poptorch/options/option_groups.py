@@ -32,6 +32,7 @@ class ExecutionOptions(OptionsDict):
     anchored_tensors: dict[str, list[Any]] = {}  # short name -> [long name, use default, mode, period]
     backend: str
     broadcast_buffers: bool = True
+    check_recording: bool | str
     device_iterations: int = 1
     input_cgt: CommGroupType = CommGroupType.Consecutive
     input_group_size: int = 1
@@ -175,6 +176,15 @@ class ExecutionOptions(OptionsDict):
                     f"batchDims takes the name of an input, and its dimension or None; found {name!r}: {dim!r}"
                 )
         return self.createOrSet(batch_dims=dict(dims))
+
+    def checkRecording(self, enabled: bool = True) -> Self:
+        """*Pando*: choose whether calls 8, 64, 512, ... of a plan record forward again, to compare (default: True).
+
+        A change of a value that forward reads is followed, except where Python does not show it: in files, in the
+        environment, in objects of C. If the graph, or what forward returns beside tensors, then differs, the call
+        raises Error. It changes no weights, and the next call records anew.
+        """
+        return self.createOrSet(check_recording=checked("checkRecording", enabled, bool))
 
     def loss(self, output: str | int | None = None, *, marked: bool = False) -> Self:
         """*Pando*: name the output that is the loss by its key, attribute or index ("total", "out.loss", 0).

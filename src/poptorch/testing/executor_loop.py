@@ -25,7 +25,7 @@ class ExecutorUpdate:
     title = ""
 
     def __init__(self, options: Options, loss_index: int, updates: int) -> None:
-        self._options = options.clone().deviceIterations(1)
+        self._options = options.clone().deviceIterations(1).createOrSet(check_recording="always")
         self._loss_index, self._calls_left = loss_index, updates
         self._executor: Any = None
 

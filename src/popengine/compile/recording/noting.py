@@ -167,11 +167,15 @@ class Noting(TorchFunctionMode):
         elif (id(owner), name) not in self._done and name not in _NOT_NOTED and not name.startswith("__"):
             self._note_attribute(owner, name, value, is_plain, f"{known[1]}.{name}".lstrip("."))
 
-    def before_write(self, owner: Any, name: str) -> None:
-        """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set."""
+    def before_write(self, owner: Any, name: str, value: Any) -> None:
+        """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
+        was read and is set to itself is left as it is."""
         if (known := self._known.get(id(owner))) is not None:
+            is_read = (id(owner), name) in self._done
+            if is_read and isinstance(owner, nn.Module) and vars(owner).get(name, MISSING) is value:
+                return
             path = f"{known[1]}.{name}".lstrip(".")
-            if (id(owner), name) in self._done:
+            if is_read:
                 self.lines.setdefault(path, user_line())
             self._done.add((id(owner), name))
             if isinstance(owner, nn.Module) and name not in _NOT_NOTED and self._capture is not None:

@@ -77,6 +77,7 @@ class Reads:
     def __init__(self) -> None:
         self.all: list[Read] = []
         self.dropped: set[str] = set()  # paths of values that forward changes itself
+        self.has_draws = False  # whether forward asks for random numbers of Python, or the time
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self._is_same: Callable[[], bool] | None = None  # compares by identity
 
@@ -201,19 +202,27 @@ def _in_words(value: Any) -> str:
 
 
 def fingerprint(graph: Graph, bound: Container[str] = (), without: Container[str] = ()) -> str:
-    """Return a hash of what a graph computes. What depends on constants and layouts alone counts by its value; of the
-    constants in `bound`, which each call binds anew, only the layout counts, and the buffers `without` not at all."""
+    """Return a hash of what a graph computes. Arguments as of `graph_lines`."""
+    return hashlib.sha256(repr([text for _, text in graph_lines(graph, bound, without)]).encode()).hexdigest()
+
+
+def graph_lines(
+    graph: Graph, bound: Container[str] = (), without: Container[str] = ()
+) -> list[tuple[str, str]]:
+    """Return the user's line and a text of each operation and result of a graph, equal for graphs that compute the
+    same. What depends on constants and layouts alone counts by its value; of the constants in `bound`, which each call
+    binds anew, only the layout counts, and the buffers `without` not at all."""
     texts: dict[fx.Node, str] = {}
     values: dict[fx.Node, Any] = {}  # of nodes that depend on constants alone
     handles = {handle: f"{index}: {call}" for index, (handle, call) in enumerate(graph.held)}
     output: Any = graph.code.output_node().args[0]
     results = [
         (result, node)
-        for result, node in zip(graph.results, output, strict=True)
+        for result, node in zip(graph.results, output, strict=False)  # an anchored gradient is a result twice
         if result.kind != "buffer" or result.key not in without
     ]
     wanted = sources_of(node for _, node in results)
-    lines: list[Any] = [(visit.name, visit.ipu) for visit in graph.visits]
+    lines = [("", repr((visit.name, visit.ipu))) for visit in graph.visits]
     for node in (node for node in graph.code.nodes if node in wanted):
         meta, key = node.meta, node.meta.get("key")
         if node.op == "placeholder" and meta["role"] == "constant" and key not in bound:
@@ -225,19 +234,15 @@ def fingerprint(graph: Graph, bound: Container[str] = (), without: Container[str
         elif all(operand in values for operand in node.all_input_nodes) and is_pure(node):
             values[node] = run_node(node, values)
         else:
-            arguments = map_arg((node.args, node.kwargs), lambda n: texts.get(n, ""))
-            lines.append(
-                [handles.get(part, part) for part in tree_leaves(arguments)] if handles else arguments
-            )
-            lines.append(
-                (node.target, meta.get("phase"), meta.get("block"), meta.get("draw"), meta.get("scope"))
-            )
-            lines.append((meta.get("attributes"), meta.get("group")))
+            arguments: Any = map_arg((node.args, node.kwargs), lambda n: texts.get(n, ""))
+            if handles:
+                arguments = [handles.get(part, part) for part in tree_leaves(arguments)]
+            place = [meta.get(name) for name in ("phase", "block", "draw", "scope", "attributes", "group")]
+            lines.append((meta.get("where", ""), repr((node.target, arguments, place))))
             texts[node] = f"%{len(lines)}"
         if node in values:
             texts[node] = _text_of_value(values[node])
-    lines += [(r.kind, r.key, r.shape, r.dtype, texts[node]) for r, node in results]
-    return hashlib.sha256(repr(lines).encode()).hexdigest()
+    return [*lines, *(("", repr((r.kind, r.key, r.shape, r.dtype, texts[node]))) for r, node in results)]
 
 
 def _text_of_value(value: Any) -> str:

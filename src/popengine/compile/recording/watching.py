@@ -29,7 +29,7 @@ def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
 
     def writing(owner: Any, name: str, value: Any) -> None:
         if watcher.is_noting():
-            watcher.before_write(owner, name)
+            watcher.before_write(owner, name, value)
         write(owner, name, value)
 
     reading.watcher = watcher  # pyright: ignore[reportFunctionMemberAccess]
