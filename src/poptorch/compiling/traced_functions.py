@@ -135,6 +135,18 @@ def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _to_array(tensor: Tensor, dtype: Any = None) -> Any:
+    array = _to_numpy(tensor)
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _to_list(tensor: Tensor) -> Any:
+    if (value := _value_of(tensor)) is None:
+        return Tensor.tolist(tensor)  # explains why not
+    with DisableTorchFunction(), recording_paused():
+        return Tensor.tolist(value)
+
+
 def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the steps of padded sequences, one after another, and the number of sequences in each."""
     if (known := _value_of(lengths)) is None:
@@ -210,7 +222,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: _format_tensor,
     Tensor.__format__: _format_value,
     Tensor.numpy: _to_numpy,
-    Tensor.__array__: _to_numpy,
+    Tensor.__array__: _to_array,
+    Tensor.tolist: _to_list,
     Tensor.backward: _refuse_backward,
     PACK_SEQUENCE: _pack_sequence,
     UNPACK_SEQUENCE: _unpack_sequence,
