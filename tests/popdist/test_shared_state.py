@@ -146,6 +146,7 @@ def read_when_the_other_has_destroyed_it(meets):
     executor(*training.batch(0))
     if popdist.getInstanceIndex() == 1:
         executor.destroy()
+        del executor, optimizer
     if meets:
         popdist.synchronize()
     if popdist.getInstanceIndex() == 0:
@@ -170,19 +171,14 @@ def test_who_asks_for_a_part_that_was_let_go_of_is_told():
     assert "has let go of it" in second.error
 
 
-def read_too_late(rule):
+def read_without_devices(rule):
     popdist.init()
     executor, optimizer = trained(rule, popdist.poptorch.Options(), popdist.getInstanceIndex())
-    executor.detachFromDevice()
-    with pytest.raises(
-        poptorch.Error, match=r"shared out over the instances, .*\n.*after attachToDevice\(\)"
-    ):
-        optimizer.state_dict()
-    executor.attachToDevice()
     state = optimizer.state_dict()
+    executor.detachFromDevice()
+    assert plain(optimizer.state_dict()) == plain(state)
     executor.destroy()
-    with pytest.raises(poptorch.Error, match=r"has gone with its executor\n.*before destroy\(\)"):
-        optimizer.state_dict()
+    assert plain(optimizer.state_dict()) == plain(state)
     assert (
         len(optimizer.state) == len(list(optimizer.param_groups[0]["params"])) // 2
     )  # this instance's shard
@@ -191,8 +187,8 @@ def read_too_late(rule):
 
 
 @pytest.mark.parametrize("rule", [*RULES])
-def test_state_that_is_not_on_devices_is_no_part_taken_for_the_whole(rule):
-    for ended in processes.run(read_too_late, 2, rule, replicas=2):
+def test_state_that_is_not_on_devices_is_whole(rule):
+    for ended in processes.run(read_without_devices, 2, rule, replicas=2):
         assert ended.error == ""
         assert ended.value
 

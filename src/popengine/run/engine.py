@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import PeerFailed, Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
-from .instances.process_group import Entries, group_of_size
+from .instances.process_group import group_of_size
 from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions
 from .state import State
-from .train_state import OptimizerState, TrainState, write
+from .train_state import TrainState, write
 
 logger = logging.getLogger("popengine")
 
@@ -90,8 +90,8 @@ class Engine:
         if self._group is not None:
             if not train_state.engines:
                 train_state.confirm(self.state.bound_parameters())
-            if (train_state.owner or counts.parts > 1) and not train_state.shard_name:
-                train_state.shard_name = self._group.publish_state(train_state)
+            if (train_state.owner or counts.parts > 1) and train_state.shared is None:
+                train_state.shared = self._group, counts, self._group.publish_state(train_state)
             train_state.confirm_changes()
         train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
@@ -110,12 +110,12 @@ class Engine:
         self._close = weakref.finalize(self, queue.close)
 
     def close(self) -> None:
-        """End the threads. Peers can read this optimizer shard until the next barrier."""
+        """End the threads. Peers can read this process's state as long as anything refers to it, and until the next
+        barrier."""
         train_state = self.train_state
         train_state.engines -= 1
-        if self._group is not None and train_state.shard_name and not train_state.engines:
-            self._group.withdraw_state(train_state.shard_name)
-            train_state.shard_name = ""
+        if self._group is not None and train_state.shared is not None and not train_state.engines:
+            self._group.keep_state(train_state)
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------
@@ -213,27 +213,6 @@ class Engine:
         return {**own, **texts}
 
     # ---- state of all processes ------------------------------------------------------------------------------
-
-    def gather_optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state by parameter, with that of other processes: waits for these."""
-        names = self.train_state.parameters()
-        found = self.train_state.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
-        return {key: found[key] for key in names if key in found}
-
-    def read_elsewhere(self, weights: Iterable[str] = (), states: Iterable[str] = ()) -> Entries:
-        """Return weights and optimizer states, by canonical name, of the other processes that hold them: waits for all
-        processes, which have to call this, too, or to come to their next barrier."""
-        train_state, counts = self.train_state, self.settings.counts
-        if self._group is None or not train_state.shard_name:
-            return {"weights": {}, "optimizer": {}}
-        holders, owner = train_state.holders(), train_state.owner
-        wanted: dict[int, dict[str, list[str]]] = {}
-        for group, key in (*(("weights", key) for key in weights), *(("optimizer", key) for key in states)):
-            instance = owner.get(key, counts.instance) if group == "optimizer" else counts.instance
-            rank = instance * counts.parts + holders.get(key, counts.part)
-            if rank != counts.process:
-                wanted.setdefault(rank, {"weights": [], "optimizer": []})[group].append(key)
-        return self._group.read(train_state.shard_name, wanted)
 
     def average_buffers(self) -> None:
         """Set the floating point buffers that forward changes to their means over all replicas of all processes."""

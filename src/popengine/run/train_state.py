@@ -9,7 +9,7 @@ import copy
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from . import devices
 from .call import Commit
 from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory, version_of
 from .instances.consistency import hash_of_sample
+
+if TYPE_CHECKING:
+    from ..settings import Counts
+    from .instances.process_group import Entries, ProcessGroup
 
 OptimizerState = dict[str, Tensor]
 
@@ -41,7 +45,9 @@ class TrainState:
         self.parameters = find_weights
         # If processes shard the optimizer state: the process that has a parameter's state, by canonical name.
         self.owner: dict[str, int] = {}
-        self.shard_name = ""  # under which peers read this process's shard; "": it is not published
+        # If processes share out weights or optimizer state: their group, the run's counts (of this process), and the
+        # name under which peers read what this process has.
+        self.shared: tuple[ProcessGroup, Counts, str] | None = None
         # Of a replica that spans several processes: this process of it, and the process that holds each weight by the
         # plans of this executor, by canonical name.
         self.part = 0
@@ -160,6 +166,33 @@ class TrainState:
         for key, value in weights.items():
             swap_memory(key, present[key], value)
 
+    # ---- what other processes have ----------------------------------------------------------------------------
+
+    def gather_optimizer_states(self) -> dict[str, OptimizerState]:
+        """Return the optimizer state by parameter, with that of other processes: waits for these."""
+        names = self.parameters()
+        found = self.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
+        return {key: found[key] for key in names if key in found}
+
+    def read_elsewhere(self, weights: Iterable[str] = (), states: Iterable[str] = ()) -> Entries:
+        """Return weights and optimizer states, by canonical name, of the other processes that hold them: waits for all
+        processes, which have to call this, too, or to come to their next barrier."""
+        if self.shared is None:
+            return {"weights": {}, "optimizer": {}}
+        group, counts, name = self.shared
+        holders, wanted = self.holders(), dict[int, dict[str, list[str]]]()
+        for kind, key in (*(("weights", key) for key in weights), *(("optimizer", key) for key in states)):
+            instance = self.owner.get(key, counts.instance) if kind == "optimizer" else counts.instance
+            rank = instance * counts.parts + holders.get(key, counts.part)
+            if rank != counts.process:
+                wanted.setdefault(rank, {"weights": [], "optimizer": []})[kind].append(key)
+        return group.read(name, wanted)
+
+    @property
+    def has_state_of_calls(self) -> bool:
+        """Return whether the optimizer's state is that which calls change: the program has not loaded another one."""
+        return vars(self.optimizer).get(_CONFIRMED) is self.optimizer.state
+
     # ---- what processes compare ----------------------------------------------------------------------------
 
     def writes(self) -> dict[str, str]:
@@ -179,7 +212,7 @@ class TrainState:
         """Return a text if the program has loaded an optimizer state or chosen another optimizer since the latest call;
         before the first call also a hash of each state. All have to be equal in all processes."""
         optimizer, parameters = self.optimizer, self.parameters().items()
-        if vars(optimizer).get(_CONFIRMED) is optimizer.state:
+        if self.has_state_of_calls:
             return {}
         states = (
             [] if self.holders() else [(key, optimizer.state.get(value, {})) for key, value in parameters]

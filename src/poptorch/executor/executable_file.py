@@ -55,7 +55,7 @@ def saved(executor: Any, with_model: bool, with_random_state: bool) -> SavedExec
     plans, wrapped, optimizer = executor._plans, executor._wrapped, executor._optimizer
     plans.state.move_to_host()  # the file can be read where there is no accelerator
     plans.fill_elsewhere()
-    state = {**plans.export(), "optimizer": plans.optimizer_states()}
+    state = {**plans.export(), "optimizer": plans.state.gather_optimizer_states()}
     for name, is_saved in (("weights", False), ("buffers", with_model), ("random", with_random_state)):
         if not is_saved:
             del state[name]

@@ -15,6 +15,7 @@ from popengine.run.device_engines import DeviceEngines
 from popengine.run.elsewhere import is_elsewhere
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
+from popengine.update.optimizer_rules import OWN_STEP
 
 from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable
@@ -200,29 +201,17 @@ class LoadedPlans:
     # ---- optimizer state -------------------------------------------------------------------------------------
 
     @property
-    def is_optimizer_sharded(self) -> bool:
+    def shares_out_state(self) -> bool:
         """Return whether each instance has only a part of the optimizer state: a shard, or that of its ipus. False
         before compilation."""
-        if self.executable is None:
+        settings = None if self.executable is None else self.executable.settings
+        if settings is None or settings.optimizer is None:
             return False
-        settings = self.executable.settings
         is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
-        return is_sharded or settings.counts.parts > 1
+        return (is_sharded and settings.optimizer.kind != OWN_STEP) or settings.counts.parts > 1
 
     def fill_elsewhere(self) -> None:
         """If the model is attached, give it the weights that other processes of the replica hold: waits for these."""
         if self.engine is not None and self.engine.settings.counts.parts > 1:
             names = [key for key, value in self.state.find_weights().items() if is_elsewhere(value)]
-            self.state.fill_elsewhere(self.engine.read_elsewhere(names)["weights"])
-
-    def optimizer_states(self) -> Mapping[str, dict[str, Tensor]]:
-        """Return the optimizer states by name; a sharded one is gathered, which waits for all instances."""
-        if self.engine is not None:
-            return self.engine.gather_optimizer_states()
-        if self.is_optimizer_sharded:
-            raise Error(
-                "the optimizer's state is shared out over the instances, and can be read while all are attached to"
-                " their devices\n"
-                "  fix: call state_dict() before detachFromDevice() or destroy(), or after attachToDevice()"
-            )
-        return self.state.optimizer_states()
+            self.state.fill_elsewhere(self.state.read_elsewhere(names)["weights"])

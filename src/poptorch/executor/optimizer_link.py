@@ -211,9 +211,8 @@ class OptimizerLink:
         elif self.frozen.kind != OWN_STEP:
             check = functools.partial(check_torch_state, self.frozen.kind)
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(check))
-        if self._plans.is_optimizer_sharded and self.frozen.kind != OWN_STEP:
-            here = self._plans.require_executable().settings.counts.instance
-            hook = functools.partial(_gather_state, self, here)
+        if self._plans.shares_out_state:
+            hook = functools.partial(_gather_state, self)
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
                 earlier.remove()
             self.optimizer._optimizer_shard_hook = self.optimizer.register_state_dict_post_hook(hook)
@@ -283,19 +282,21 @@ def default_optimizer(model: nn.Module) -> SGD:
 
 
 def _gather_state(
-    link: OptimizerLink, here: int, optimizer: Any, state_dict: Mapping[str, Any]
+    link: OptimizerLink, optimizer: Any, state_dict: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return an optimizer's `state_dict` with the shards of all instances; raise Error if they have gone."""
+    """Return an optimizer's `state_dict` with the states of all processes, unless the program has loaded its own since
+    the executor was detached; raise Error if another optimizer has followed this one."""
     state = link._plans.state
-    if link._is_connected and link.optimizer is optimizer:
-        states = link._plans.optimizer_states()
+    if link.optimizer is optimizer and (link._is_connected or state.has_state_of_calls):
+        states = state.gather_optimizer_states()
         whole = {index: states[name] for index, name in enumerate(link._parameters) if name in states}
         return {**state_dict, "state": whole}
-    elsewhere = state.elsewhere | {name for name, owner in state.owner.items() if owner != here}
-    for name, parameter in state.parameters().items():
-        if name in elsewhere and not optimizer.state.get(parameter):
-            raise Error(
-                "the optimizer's state was shared out over the instances, and has gone with its executor\n"
-                "  fix: call state_dict() before destroy()"
-            )
+    away = state.elsewhere
+    if state.shared is not None:
+        away |= {name for name, owner in state.owner.items() if owner != state.shared[1].instance}
+    if any(name in away and not optimizer.state.get(p) for name, p in state.parameters().items()):
+        raise Error(
+            "the optimizer's state was shared out over the instances, and has gone to another optimizer\n"
+            "  fix: call state_dict() before setOptimizer()"
+        )
     return None

@@ -247,7 +247,7 @@ class _SharedOut:
                 self._latest, self._copies = weakref.ref(found), weakref.WeakValueDictionary()
             names = {id(value): name for name, value in plans.state.find_weights().items()}
             new = [names[id(own[key])] for key in away if id(own[key]) not in self._copies]
-            weights = plans.engine.read_elsewhere(new)["weights"]
+            weights = plans.state.read_elsewhere(new)["weights"]
             for key, value in own.items():
                 copied = self._copies.get(id(value))
                 if copied is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ...errors import Error
 from ...torch_private import default_store, tree_leaves, tree_map_only
-from ..train_state import TrainState
 from .connections import Connections, InstancesDiffer, Message, Tag, TorchThread, join_torch_threads
 from .consistency import (
     HEADER,
@@ -62,6 +61,12 @@ Names = Mapping[str, Sequence[str]]  # of "weights", and of parameters with opti
 Entries = dict[str, dict[str, Any]]  # their values, in the same two groups
 
 
+class Readable(Protocol):
+    """A `TrainState`, of which peers can read entries."""
+
+    def entries(self, names: Names) -> Entries: ...
+
+
 class ProcessGroup(Connections):
     """Barriers and gathers over all instances of a run, or a subset. Arguments: see `Connections`."""
 
@@ -73,8 +78,8 @@ class ProcessGroup(Connections):
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         # The states that peers may read, by the name that `publish_state` returned.
         self._published = 0  # number of names
-        self._states: weakref.WeakValueDictionary[str, TrainState] = weakref.WeakValueDictionary()
-        self._withdrawn: dict[str, TrainState] = {}  # those that peers may read until the next barrier only
+        self._states: weakref.WeakValueDictionary[str, Readable] = weakref.WeakValueDictionary()
+        self._kept: list[Readable] = []  # until the next barrier
 
     # ---- barriers ----------------------------------------------------------------------------------------
 
@@ -119,9 +124,7 @@ class ProcessGroup(Connections):
             headers = self._all_gather_vectors(mine, [HEADER] * self.size, Tag.BARRIER, what)
             if all(headers_agree(other, mine) for other in headers):
                 if not what.startswith(_READING):
-                    for name in self._withdrawn:
-                        self._states.pop(name, None)
-                    self._withdrawn.clear()
+                    self._kept.clear()
                 return
             readings = [name for name in map(barrier_name, headers) if name.startswith(_READING)]
             if not readings:
@@ -135,7 +138,7 @@ class ProcessGroup(Connections):
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
-    def publish_state(self, state: TrainState) -> str:
+    def publish_state(self, state: Readable) -> str:
         """Let peers read this instance's weights and optimizer state, held by a weak reference; return its name, for
         `read`. All instances must publish their states in the same order."""
         self._published += 1
@@ -145,11 +148,10 @@ class ProcessGroup(Connections):
         self._states[name] = state
         return name
 
-    def withdraw_state(self, name: str) -> None:
-        """Let peers read the published state `name` until the next barrier only, and keep it as long."""
-        state = self._states.get(name)
-        if state is not None and not self._has_ended:
-            self._withdrawn[name] = state
+    def keep_state(self, state: Readable) -> None:
+        """Refer to a published state until the next barrier, so that peers can read it."""
+        if not self._has_ended:
+            self._kept.append(state)
 
     def read(self, name: str, wanted: Mapping[int, Names]) -> Entries:
         """Return entries of the state `name` of other instances: those `wanted` of each rank, if it has them. Waits
