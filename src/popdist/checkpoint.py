@@ -217,7 +217,8 @@ class Checkpoint:
         ]
         found = [buffers[i if i < len(buffers) else 0] for buffers, i in sets]
         state["buffers"] = [dict(ChainMap(*found[i : i + parts])) for i in range(0, len(found), parts)]
-        set_training_state(self._model, state)
+        # A process that holds a part of the weights copies these after the compilation, which says which they are.
+        set_training_state(self._model, state, copies=self._parts_of_replica == 1)
         unknown = sorted(set(self._parts) ^ set(own["parts"]))
         if unknown:
             raise poptorch.Error(

@@ -147,8 +147,9 @@ def _is_damaged(path: Path) -> bool:
 
 
 def read_checkpoint(folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of each instance's file."""
-    return [torch.load(folder / name, weights_only=True) for name in read_manifest(folder)["files"]]
+    """Return the contents of each instance's file. Values are read from it when they are used."""
+    names = read_manifest(folder)["files"]
+    return [torch.load(folder / name, weights_only=True, mmap=True) for name in names]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

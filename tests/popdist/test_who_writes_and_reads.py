@@ -292,7 +292,8 @@ def run_script(whole, optimizer, replicas=1):
     program = Program(optimizer, replicas)
     found = [made_by(program, lambda program: None, None)]
     found += [made_by(program, event, who) for event, who in script(whole)]
-    for event, who in ((multiply_weights, 0), (load_optimizer, -1), (load, None)):  # before the first call
+    firsts = (multiply_weights, 0), (load_optimizer, -1), (load, None)
+    for event, who in firsts if whole else firsts[:1]:  # before the first call
         torch.manual_seed(1)
         first = Program(optimizer, replicas, has_others=False)
         first.saved = program.saved

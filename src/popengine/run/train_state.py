@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,8 @@ class TrainState:
         # plans of this executor, by canonical name.
         self.part = 0
         self._holders: dict[str, int] = {}
+        # Weights that may lie in a file, and no update writes: they are copied when their holder is known.
+        self._in_file: Collection[str] = ()
         # (seed, number of weight updates so far): one value, so that an interrupt changes both or none.
         self.random_state: tuple[int, int] = seed, 0
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
@@ -115,9 +117,11 @@ class TrainState:
         replicas = [{key: each.get(key, value) for key, value in buffers.items()} for each in own]
         return {**found, "weights": parameters, "buffers": replicas}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by copies of the entries of an `export()`, of any number of processes together; leave out
-        what other processes hold. Raises Error for state of parameters that the optimizer does not hold."""
+    def load(self, state: Mapping[str, Any], copies: bool = True) -> None:
+        """Replace the state by the entries of an `export()`, of any number of processes together; leave out what other
+        processes hold. Without `copies` the entries, equal in all processes, are used as they are: values that lie in
+        a file are then read when they are used. Raises Error for state of parameters that the optimizer does not
+        hold."""
         parameters, weights = self.parameters(), self.find_weights()
         if unknown := sorted(state.get("optimizer", {}).keys() - parameters.keys()):
             raise Error(
@@ -126,18 +130,25 @@ class TrainState:
             )
         here = {key: weight for key, weight in weights.items() if not is_elsewhere(weight)}
         buffers = [{key: each[key] for key in each.keys() & here.keys()} for each in state.get("buffers", ())]
+        taken = set[str]()
         for key, value in ChainMap(state.get("weights", {}), *buffers[:1]).items():
             if key in here and here[key].is_meta:  # of a model whose weights have no memory yet
-                swap_memory(key, here[key], value.clone())
+                swap_memory(key, here[key], value.clone() if copies else value)
+                taken.add(key)
             elif key in here:
                 write(here[key], value)
+            if not copies and key in here and (mark := mark_of(here[key])) is not None:
+                mark.confirm(here[key])
         if "optimizer" in state:
             self.optimizer.state.clear()
             names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
             for key, found in state["optimizer"].items():
                 if not is_elsewhere(parameters[key]):
-                    copied = {names.get(name, name): copy.deepcopy(value) for name, value in found.items()}
-                    self.optimizer.state[parameters[key]] = copied
+                    own = copy.deepcopy(found) if copies else found
+                    self.optimizer.state[parameters[key]] = {names.get(n, n): x for n, x in own.items()}
+            if not copies:
+                vars(self.optimizer)[_CONFIRMED] = self.optimizer.state
+                self._in_file = taken - state["optimizer"].keys()
         self.random_state = state.get("random", self.random_state)
         self.loss_factor.fill_(state.get("loss_factor", self.loss_factor))
         if buffers:
@@ -233,7 +244,10 @@ class TrainState:
             mark.process = self._holders.get(key, mark.process)
             if mark.process not in (None, self.part) and not is_elsewhere(value):
                 swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
+            elif key in self._in_file:
+                swap_memory(key, value, value.detach().clone())
             mark.confirm(value)
+        self._in_file = ()
         for parameter in self.parameters().values() if self._holders else ():
             if is_elsewhere(parameter):
                 optimizer.state.pop(parameter, None)

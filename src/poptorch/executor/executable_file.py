@@ -194,10 +194,11 @@ def training_state(executor: Any) -> TrainingState:
     }
 
 
-def set_training_state(executor: Any, state: TrainingState) -> None:
-    """Replace the executor's weights, optimizer state, rates and random state by those in a `training_state`."""
+def set_training_state(executor: Any, state: TrainingState, copies: bool = True) -> None:
+    """Replace the executor's weights, optimizer state, rates and random state by (`copies` of) those in a
+    `training_state`."""
     _check_state(executor, state)
-    executor._plans.load(state)
+    executor._plans.load(state, copies)
     optimizer = executor._optimizer
     for group, rates in zip(optimizer.param_groups, state["rates"], strict=True):
         group.update(rates)

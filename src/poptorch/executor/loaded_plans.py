@@ -155,10 +155,10 @@ class LoadedPlans:
         """Return `TrainState.export`; before the first attach, with the random state that it will have."""
         return {**self.state.export(), "random": self.random_state}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Replace the state by copies of the entries of an `export`."""
+    def load(self, state: Mapping[str, Any], copies: bool = True) -> None:
+        """Replace the state by that of an `export`: see `TrainState.load`."""
         self._is_seeded |= "random" in state
-        self.state.load(state)
+        self.state.load(state, copies)
 
     # ---- devices -------------------------------------------------------------------------------------------
 
