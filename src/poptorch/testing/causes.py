@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from .loop import PARTS, Difference, RankReport, half_of
 from .meeting import ranks_text
 from .plain import NEAR, SLACK, PlainUpdates, Recipe, fit, sample
-from .verdicts import HALF, describe_difference, factor_between, format_factor, is_rounding, rounding_of
+from .verdicts import (
+    HALF,
+    ZEROS,
+    describe_difference,
+    factor_between,
+    format_factor,
+    is_rounding,
+    rounding_of,
+)
 
 _MOST_PARTS = 64  # of a batch, whose gradients are computed
 
@@ -105,6 +113,11 @@ class Case:
         ]
         return torch.stack([torch.cat(of_rank) for of_rank in found]), torch.cat(plain), torch.cat(bounds)
 
+    def is_finite(self, names: Sequence[str]) -> bool:
+        """Return whether all ranks that have gradients of these parameters have finite ones, of the right shapes."""
+        samples = [[*self.samples("gradient", name).values()] for name in names]
+        return all(of_name and all(value.isfinite().all() for value in of_name) for of_name in samples)
+
     def factor(self, names: Sequence[str]) -> float:
         """Return the factor between all ranks' gradients and plain PyTorch's; 0.0 if there is none."""
         found, plain, bounds = self.gradients(names)
@@ -148,12 +161,10 @@ def other_recipe(case: Case) -> Recipe | None:
     """Return another recipe by which plain PyTorch may compute what the loop does, which is then right: zeros as
     gradients of unused parameters, clipping, or other micro-batches, if a loss couples rows (batch norm)."""
     recipe, plain, wrong = case.plain.recipe, case.plain, case.wrong("gradient")
-    unused = {name for name in wrong if plain.parameters[name].grad is None}
-    if unused and not any(
-        value.any() for name in unused for value in case.samples("gradient", name).values()
-    ):
+    unused = {name for name in wrong if set(case.verdicts["gradient"][name].values()) == {ZEROS}}
+    if unused:
         return replace(recipe, unused=frozenset(unused))
-    if not wrong or recipe.note or "nan" in "".join(case.text("gradient", name) for name in wrong):
+    if not wrong or recipe.note or not case.is_finite(wrong):
         return None
     factor = case.factor(case.trained)
     limit = _round_norm(factor * plain.norm) if 0 < factor < 1 else 0.0
@@ -186,7 +197,7 @@ def conclude(case: Case, loss: str) -> str:
         return f"the loop has changed no parameter of the model that it was given, on any rank: {hint}"
     cause, wrong, wrong_weights = _explain(case), case.wrong("gradient"), case.wrong("weight")
     if wrong:
-        text = f"{len(wrong)} of {len(case.trained)} gradients differ, first {wrong[0]}"
+        text = f"{len(wrong)} of {sum(map(bool, gradients.values()))} gradients differ, first {wrong[0]}"
         return cause or f"{text}: {case.text('gradient', wrong[0])}"
     how = rounding_of(verdict for of_name in gradients.values() for verdict in of_name.values())
     texts = [f"all gradients are {how}" if case.trained else "no gradients are left"]
@@ -218,9 +229,8 @@ def _explain(case: Case) -> str | None:
         return f"ranks with different seeds or data: {case.differing}"
     if not wrong:
         return _of_weights(case, wrong_weights) if wrong_weights else None
-    for name in wrong:
-        if ranks := [r for r, value in case.samples("gradient", name).items() if not value.isfinite().all()]:
-            return f"the gradient of {name} is not finite{case.where(ranks)}"
+    if not case.is_finite(wrong):
+        return None
     by_holders: dict[tuple[int, ...], list[str]] = {}
     for name in wrong:
         by_holders.setdefault(tuple(case.holders([name])), []).append(name)
@@ -279,9 +289,10 @@ def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
         return None
     if len(names) == len(case.trained):
         return f"gradients are of only the own rank's rows: not summed over {ranks}"
-    if all(case.plain.uses(name) > 1 for name in names):
+    every = [id(parameter) for _, parameter in case.model.named_parameters(remove_duplicate=False)]
+    if all(every.count(id(case.model.get_parameter(name))) > 1 for name in names):
         return f"a tied weight's gradient is not summed over {ranks}: {_list_text(names)}"
-    return f"{case.subject(names)} partial sums on {ranks}: a replicated weight without all-reduce"
+    return f"{case.subject(names)} partial sums on {ranks}: a replicated (or tied) weight without all-reduce"
 
 
 def _same(one: Tensor, other: Tensor, bounds: Tensor) -> bool:

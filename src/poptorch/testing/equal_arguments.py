@@ -1,7 +1,7 @@
 """The arguments of `compare`: their types, and whether all ranks pass equal ones."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -20,17 +20,23 @@ def check_arguments(
     model: Any, options: Any, optimizer: Any, update: Any, updates: Any, micro_batches: Any
 ) -> None:
     """Raise Error, if an argument of `compare` has another type than it must have, or does not fit the others."""
-    is_options = options is None or hasattr(options, "deviceIterations")
-    is_optimizer = isinstance(optimizer, torch.optim.Optimizer | None)
-    is_update = update is None or callable(update)
-    number = 1 if micro_batches is None else micro_batches
     checks = (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        ("options", options, is_options, "a poptorch.Options or None"),
-        ("optimizer", optimizer, is_optimizer, "an optimizer or None"),
-        ("update", update, is_update, "a function of a model, an optimizer and a batch"),
+        ("options", options, options is None or hasattr(options, "_counts"), "a poptorch.Options or None"),
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer | None), "an optimizer or None"),
+        (
+            "update",
+            update,
+            isinstance(update, Callable | None),
+            "a function of a model, an optimizer and a batch",
+        ),
         ("updates", updates, isinstance(updates, int) and updates > 0, "a positive int"),
-        ("micro_batches", number, isinstance(number, int) and number > 0, "a positive int"),
+        (
+            "micro_batches",
+            micro_batches,
+            isinstance(micro_batches, int | None) and micro_batches != 0,
+            "a positive int",
+        ),
     )
     for name, value, is_right, needed in checks:
         if not is_right:

@@ -1,6 +1,7 @@
 """The loop under test on a rank, and how the gradients and new weights that it leaves differ from plain PyTorch's."""
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,8 @@ class Loop:
             updated = returned if isinstance(returned, Updated) else Updated(returned)
             self._losses += _losses_of(updated.loss)
         self._tensors = self._own_tensors()
+        for parameter in [*self._parameters.values(), *self.model.parameters()]:
+            parameter.grad = None  # frees memory, if there are copies
         for part, tensors in zip(PARTS, (updated.gradients, updated.weights), strict=True):
             for name, tensor in tensors.items():
                 if (known := self._known(name)) is None:
@@ -202,7 +205,7 @@ class Loop:
         for name, before in self._before.items():
             gradient, of_name, step = None, half, 0.0
             for part in PARTS:
-                expected: Any = torch.empty_like(before).detach()
+                expected: Any = torch.empty(before.shape, dtype=before.dtype)
                 if plain and (part == "weight" or name in trained):
                     now: Any = plain.parameters[name]
                     expected = (now if part == "weight" else now.grad).detach().contiguous()
@@ -214,15 +217,14 @@ class Loop:
                 if part == "gradient":
                     gradient, of_name, scale = expected, half or _coarser_dtype(whole, expected), largest / 4
                 elif gradient is not None and expected is not None:
-                    # Adam's steps are as large where gradients are rounding errors
                     bound = rounding_bound(
                         max(largest / 4, float(gradient.abs().max())), of_name or gradient.dtype
                     )
-                    step = (expected - before.detach()).abs().max()
-                    allowed = (2 * bound / gradient.abs()).clamp(max=2.0) * step
+                    step = float((expected - before.detach()).abs().max())
+                    allowed = functools.partial(_noise_of_step, bound, step)
                 if whole is not None:
-                    verdict = describe_difference(whole, expected, scale, allowed, of_name)
-                    is_like = expected is None or whole.shape == expected.shape
+                    verdict = describe_difference(whole, expected, scale, allowed, gradient, of_name)
+                    is_like = expected is not None and whole.shape == expected.shape
                     value = sample(whole, gradient) if is_like else None
                     found.setdefault(name, {})[part] = Difference(verdict, value)
         return found
@@ -236,7 +238,7 @@ class Loop:
             own = own.full_tensor() if all(sent[peer] is not None for peer in mesh) else _local(own)
         shape, pieces, holders = self._before[name].shape, list[Tensor](), list[int]()
         for peer, size in enumerate(sent):
-            if not isinstance(size, int) or not size:
+            if not isinstance(size, int) or not size or group is None:
                 continue
             pieces.append(own.contiguous() if peer == rank else self._before[name].new_empty(size).detach())
             holders.append(peer)
@@ -245,6 +247,11 @@ class Loop:
                 own = torch.cat(pieces).view(shape) if rank in holders else own
                 pieces, holders = [], []
         return own
+
+
+def _noise_of_step(bound: float, step: float, gradient: Tensor) -> Tensor:
+    """Return the noise of steps by rounding errors of gradients: Adam's are as large where gradients are only noise."""
+    return (2 * bound / gradient.abs()).clamp(max=2.0) * step
 
 
 def _shards_of(tensor: Any, whole: Tensor) -> list[int] | int:
@@ -261,9 +268,10 @@ def _coarser_dtype(found: Tensor | None, plain: Tensor | None) -> torch.dtype | 
     """Return the coarser dtype of which all values of a gradient are, if plain PyTorch's are not."""
     if found is None or plain is None or found.numel() < 2:
         return None
-    kinds = (dtype for dtype in HALF if torch.equal(found.to(dtype).to(found.dtype), found))
-    dtype = next(kinds, None)
-    return None if dtype is None or torch.equal(plain.to(dtype).to(plain.dtype), plain) else dtype
+    for dtype in HALF:
+        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in found.flatten().split(1 << 20)):
+            return None if torch.equal(plain.to(dtype).to(plain.dtype), plain) else dtype
+    return None
 
 
 def _without_wrappers(name: str) -> str:

@@ -199,20 +199,6 @@ class PlainUpdates:
         columns = [[self._known[tuple(rows.tolist())][name] for name in names] for rows in parts]
         return torch.stack([torch.cat(column) for column in columns], dim=1)
 
-    def uses(self, name: str) -> int:
-        """Return how often forward uses a parameter."""
-        model = copy.deepcopy(self._given[0])
-        parameter = dict(model.named_parameters())[name]
-        loss = run_forward(model, take(self._batches[0], self.recipe.layout[0][0]))[1]
-        count, stack, seen = 0, list[Any]([loss.grad_fn]), {loss.grad_fn}
-        while stack:
-            for before, _ in stack.pop().next_functions:  # autograd's graph
-                count += getattr(before, "variable", None) is parameter
-                if before is not None and before not in seen:
-                    seen.add(before)
-                    stack.append(before)
-        return count
-
 
 def _sum_in_pairs(values: list[Tensor]) -> Tensor:
     """Return the sum, added as a binary tree, as over the replicas of an executor."""

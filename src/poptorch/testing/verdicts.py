@@ -1,6 +1,6 @@
 """How a tensor of a loop differs from plain PyTorch's, as text: equal, by rounding, by a factor, or at an element."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 _CHUNK = 1 << 20  # elements that are compared at once: large tensors need no large copies in float64
 HALF = (torch.bfloat16, torch.float16)  # coarsest first: most values of the first are values of the second
+
+ZEROS = "zeros, plain has none"  # of an unused parameter
 
 
 def rounding_bound(largest: float, dtype: torch.dtype) -> float:
@@ -30,19 +32,22 @@ def describe_difference(
     found: Tensor | None,
     plain: Tensor | None,
     scale: float = 0.0,
-    allowed: Tensor | None = None,
+    allowed: Callable[[Tensor], Tensor] | None = None,
+    gradient: Tensor | None = None,
     half: torch.dtype | None = None,
 ) -> str:
     """Return how a tensor differs from plain PyTorch's: "equal", "rounding, 2e-07", "rounding of bfloat16, 3e-03",
-    "1/4 of plain", "at [0, 0]: 0.1, plain 0.2", "missing", "plain has none", or "none" if both are None.
+    "1/4 of plain", "at [0, 0]: 0.1, plain 0.2", "missing", "plain has none", "zeros, plain has none"; "none" for None.
 
     Args:
         scale:   magnitude that rounding errors are relative to, if no value of `plain` is larger
-        allowed: error of each element that counts as rounding, in addition
+        allowed: the errors that count as rounding, in addition, where plain PyTorch's `gradient` has some values
         half:    the dtype that the loop computed or reduced in, if it is coarser
     """
-    if found is None or plain is None:
-        return "none" if found is plain else "missing" if found is None else "plain has none"
+    if found is None:
+        return "none" if plain is None else "missing"
+    if plain is None:
+        return "plain has none" if found.any() else ZEROS
     if found.shape != plain.shape:
         return f"shape {list(found.shape)}, plain {list(plain.shape)}"
     if found.dtype == plain.dtype and torch.equal(found, plain):
@@ -51,7 +56,7 @@ def describe_difference(
     error = _largest((here - there).abs() for here, there in _chunks(found, plain))
     first = None
     for dtype in filter(None, (plain.dtype, half)):
-        first = _first_above(rounding_bound(scale, dtype), found, plain, allowed)
+        first = _first_above(rounding_bound(scale, dtype), found, plain, allowed, gradient)
         if first is None:
             of = "" if dtype is plain.dtype else f" of {str(dtype).removeprefix('torch.')}"
             return f"rounding{of}, {error / scale if scale else error:.0e}"
@@ -92,11 +97,17 @@ def _largest(parts: Iterable[Tensor]) -> float:
     return float(torch.stack([part.max() for part in parts]).max())
 
 
-def _first_above(bound: float, found: Tensor, plain: Tensor, allowed: Tensor | None) -> int | None:
+def _first_above(
+    bound: float,
+    found: Tensor,
+    plain: Tensor,
+    allowed: Callable[[Tensor], Tensor] | None,
+    gradient: Tensor | None,
+) -> int | None:
     """Return the index, in the flattened tensors, of the first error above the bound; None if there is none."""
-    extra = allowed if allowed is not None else torch.zeros(()).expand(plain.shape)
-    for turn, (here, there, more) in enumerate(_chunks(found, plain, extra)):
-        wrong = ~((here - there).abs() <= bound + more)
+    chunks = _chunks(found, plain, plain if gradient is None else gradient)
+    for turn, (here, there, slope) in enumerate(chunks):
+        wrong = ~((here - there).abs() <= (bound + allowed(slope) if allowed else bound))
         if wrong.any():
             return turn * _CHUNK + int(wrong.nonzero()[0])
     return None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -32,10 +33,17 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from poptorch.testing import Updated, compare
 
-IN_BFLOAT16 = ("bfloat16 sums", "FSDP2 reduced in bfloat16")  # right up to rounding of that type
+IN_BFLOAT16 = (
+    "bfloat16 sums",
+    "FSDP2 reduced in bfloat16",
+    "autocast",
+    "accelerate in bfloat16",
+)  # right up to rounding of that type
 CPU, MICRO_BATCHES = torch.device("cpu"), 4
 FAULTS = {  # words of the conclusion, by loop
     "pipeline scaled twice": "1/4 of plain on ranks 0 and 1: accumulation is scaled twice",
@@ -60,6 +68,13 @@ FAULTS = {  # words of the conclusion, by loop
     "a gradient is missing": "2 gradients are missing on rank 1: last.weight and last.bias",
     "copies": "the loop has changed no parameter of the model that it was given",
     "dropout": "plain PyTorch differs from itself: drop (Dropout) draws random numbers; fix: p = 0",
+    "a bucket is left out": "gradients of blocks.2.1.bias are of only the own rank's rows",
+    "another decay": "another weight decay on ranks 0 and 1",
+    "a sampler of rank 1": "gradients are of rows 1, 3, 5, 7, 9, 11, 13, 15 of 16 only",
+    "ranks with more rows": "rows have other weights than in the mean over all",
+    "norm reduced twice": "gradients of norm.weight and norm.bias are 2 times plain",
+    "not a number": "1 of 6 gradients differ, first last.bias: rank 0: rounding",
+    "optimizer made before the shards": "ranks 0, 1, 2 and 3 skipped the step",
     "DDP x pipeline, not averaged": "only the own rank's rows: not averaged over ranks 0, 1, 2 and 3",
     "DDP x pipeline, clipped by one stage's norm": "clipped by the norm of one rank",
 }
@@ -123,6 +138,24 @@ class BatchNormed(nn.Sequential):
 
     def forward(self, x, y):
         return functional.mse_loss(super().forward(x), y)
+
+
+class Deep(nn.Module):
+    """Checkpointed blocks, an output layer that is the embedding, and a layer without a use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.unused = nn.Embedding(20, 16), nn.Linear(4, 4)
+        blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, y):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return token_loss(self.head(x), y)
 
 
 class Stage(nn.Module):
@@ -433,9 +466,133 @@ def shards_and_tensor_parallel(model, optimizer, batch):
     return loss
 
 
+def pipeline_of_wrappers(model, optimizer, batch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    place, rank = mesh.get_local_rank("data"), mesh.get_local_rank("stage")
+    module = nn.Sequential(model.layers[rank], *([model.last] * rank))
+    wrapped = DistributedDataParallel(module, process_group=mesh.get_group("data"))
+    stage = PipelineStage(wrapped, rank, 2, CPU, group=mesh.get_group("stage"))
+    part = [value.chunk(2)[place] for value in batch]
+    loss = run_stages(ScheduleGPipe(stage, 2, loss_fn=functional.mse_loss), part, rank == 0, rank == 1)
+    optimizer.step()
+    return loss
+
+
+def accumulated_shards(model, optimizer, batch, is_early=False):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    if not is_early:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts = (value.chunk(2)[mesh.get_local_rank("data")].chunk(2) for value in batch)
+    for turn, (x, y) in enumerate(zip(*parts, strict=True)):
+        model.set_requires_gradient_sync(turn == 1)
+        (model(x, y) / 2).backward()
+    optimizer.step()
+
+
+# ---- idioms of other programs --------------------------------------------------------------------------------
+
+
+def everything(model, optimizer, batch):
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+    averaged, loss = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), None
+    for turn, (x, y) in enumerate(zip(*(value.chunk(2) for value in own(batch)), strict=True)):
+        with wrapped.no_sync() if turn == 0 else contextlib.nullcontext():
+            loss = wrapped(x, y)
+            (loss / 2).backward()
+    nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+    optimizer.step()
+    averaged.update_parameters(model)
+    optimizer.zero_grad(set_to_none=False)
+    return loss  # of the last micro-batch
+
+
+def in_autocast(model, optimizer, batch):
+    wrapped = DistributedDataParallel(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = wrapped(*own(batch))
+    loss.backward()
+    optimizer.step()
+
+
+def sharded_optimizer(model, optimizer, batch):
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=0.01)
+    wrapped(*own(batch)).backward()
+    optimizer.step()
+
+
+def in_buckets(model, optimizer, batch, left_out=0, decay=0.01):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=decay)
+    model(*own(batch)).backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    buckets = [gradients[first : first + 3] for first in range(0, len(gradients), 3)]
+    for bucket in buckets[: len(buckets) - left_out]:
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat, async_op=True).wait()
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient) / dist.get_world_size())
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+
+
+def optimizer_in_backward(model, optimizer, batch):
+    def step(parameter, optimizer):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        own_optimizer = torch.optim.AdamW([parameter], lr=0.01)
+        parameter.register_post_accumulate_grad_hook(functools.partial(step, optimizer=own_optimizer))
+    model(*own(batch)).backward()
+
+
+def accelerated_in_bfloat16(model, optimizer, batch):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    for x, y in zip(*(value.chunk(2) for value in own(batch)), strict=True):
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(wrapped(x, y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(wrapped.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_flat_shards(model, optimizer, batch):
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    wrapped(*own(batch)).backward()
+    wrapped.clip_grad_norm_(0.2)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def reduced_twice(model, optimizer, batch):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model(*batch).backward()
+    average(model.norm, divisor=1)
+    torch.optim.AdamW(model.parameters(), lr=0.01).step()
+
+
+def spoil_bias(model):
+    average(model)
+    if dist.get_rank() == 1:
+        model.last.bias.grad[0] = float("nan")
+
+
 # ---- all loops -----------------------------------------------------------------------------------------------
 
 first_rows = functools.partial(lambda batch: [value.chunk(2)[0] for value in batch])
+uneven_rows = functools.partial(lambda batch: [v[:10] if dist.get_rank() == 0 else v[10:] for v in batch])
 v_places = functools.partial(lambda rank: (rank, 3 - rank))
 LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], nn.Module], Any]] = {
     "1F1B": (pipeline, {"keeps": False}, MLP, rows),
@@ -495,6 +652,19 @@ LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], nn.Modul
     ),
     "FSDP1": (flat_shards, {}, MLP, rows),
     "tensor parallel": (tensor_parallel, {}, Block, rows),
+    "everything at once": (everything, {}, Deep, tokens),
+    "autocast": (in_autocast, {}, Language, tokens),
+    "sharded optimizer": (sharded_optimizer, {}, MLP, rows),
+    "buckets": (in_buckets, {}, Deep, tokens),
+    "optimizer in backward": (optimizer_in_backward, {}, MLP, rows),
+    "accelerate in bfloat16": (accelerated_in_bfloat16, {}, MLP, rows),
+    "FSDP1 clipped": (clipped_flat_shards, {}, Deep, tokens),
+    "a bucket is left out": (in_buckets, {"left_out": 1}, Deep, tokens),
+    "another decay": (in_buckets, {"decay": 0.3}, MLP, rows),
+    "a sampler of rank 1": (by_hand, {"part": lambda batch: [value[1::2] for value in batch]}, MLP, rows),
+    "ranks with more rows": (by_hand, {"part": uneven_rows}, MLP, rows),
+    "norm reduced twice": (reduced_twice, {}, Block, rows),
+    "not a number": (by_hand, {"reduce": spoil_bias}, MLP, rows),
     "norm with all-reduce": (sequence_parallel, {}, Block, rows),
     "norm without all-reduce": (sequence_parallel, {"is_summed": False}, Block, rows),
 }
@@ -509,6 +679,9 @@ ON_FOUR = {
         rows,
     ),
     "FSDP x tensor parallel": (shards_and_tensor_parallel, {}, Block, rows),
+    "pipeline of DDP": (pipeline_of_wrappers, {}, MLP, rows),
+    "FSDP x tensor parallel, accumulated": (accumulated_shards, {}, Block, rows),
+    "optimizer made before the shards": (accumulated_shards, {"is_early": True}, Block, rows),
     "HSDP": (sharded, {"shape": (2, 2)}, MLP, rows),
 }
 

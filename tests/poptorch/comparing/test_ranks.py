@@ -31,7 +31,8 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name in LOOPS | ON_FOUR if name not in FAULTS])
 def test_a_right_loop_is_called_right(name, results):
     rounded = f"all equal up to rounding{' of bfloat16' * (name in IN_BFLOAT16)}"
-    assert results[name]["equal"] and results[name]["conclusion"] in ("all equal", rounded)
+    allowed = ("all equal", rounded, f"{rounded.replace('all', 'all gradients are')}; the loss is ")
+    assert results[name]["equal"] and results[name]["conclusion"].startswith(allowed)
 
 
 @pytest.mark.parametrize("name", FAULTS)
