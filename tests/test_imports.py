@@ -45,6 +45,15 @@ def test_raw_operations_are_there_at_once_and_names_load_neither_sympy_nor_a_com
     assert done.stdout == "[1.0, 1.0]\n[]\n[]\n"
 
 
+def test_compare_is_imported_without_executors():
+    # It also checks loops of other libraries.
+    code = "import sys, poptorch.testing; print(*(m for m in sys.modules if m.startswith(('pop', 'torch._inductor'))))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    modules = done.stdout.split()
+    assert "poptorch.testing.causes" in modules and len(modules) < 20
+    assert not [name for name in modules if name.startswith((*HEAVY, *COMPILER, "poptorch.o"))]
+
+
 def test_a_process_that_loads_data_imports_nothing_that_compiles_or_runs_models(tmp_path):
     # It took seconds to start, since it imported all that a training program needs. (In a process of its own: other
     # tests let the server of processes import more.)

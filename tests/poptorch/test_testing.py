@@ -176,3 +176,17 @@ def test_a_comparison_refuses_inputs_with_rows_in_another_dimension():
     opts = poptorch.Options().batchDims({"x": 1})
     with pytest.raises(poptorch.Error, match="batchDims is not supported"):
         poptorch.testing.compare(torch.nn.Linear(2, 2), opts, torch.randn(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("options", (1, 2)), ("optimizer", 0.1), ("update", "loop"), ("updates", 0)),
+        *(("micro_batches", -1), ("micro_batches", 2.0), ("model", torch.ones(1)), ("batch", None)),
+    ],
+)
+def test_an_argument_of_another_type_is_named(argument, value):
+    arguments = {"model": Net(), "options": None, "batch": batch(8), argument: value}
+    words = "no rows" if argument == "batch" else f"compare: {argument} is of type {type(value).__name__}"
+    with pytest.raises(poptorch.Error, match=words):
+        compare(**arguments)

@@ -20,6 +20,7 @@ def check_arguments(
     model: Any, options: Any, optimizer: Any, update: Any, updates: Any, micro_batches: Any
 ) -> None:
     """Raise Error, if an argument of `compare` has another type than it must have, or does not fit the others."""
+    number = 1 if micro_batches is None else micro_batches
     checks = (
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("options", options, options is None or hasattr(options, "_counts"), "a poptorch.Options or None"),
@@ -31,12 +32,7 @@ def check_arguments(
             "a function of a model, an optimizer and a batch",
         ),
         ("updates", updates, isinstance(updates, int) and updates > 0, "a positive int"),
-        (
-            "micro_batches",
-            micro_batches,
-            isinstance(micro_batches, int | None) and micro_batches != 0,
-            "a positive int",
-        ),
+        ("micro_batches", number, isinstance(number, int) and number > 0, "a positive int"),
     )
     for name, value, is_right, needed in checks:
         if not is_right:
