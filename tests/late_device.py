@@ -3,8 +3,9 @@
 A device has memory of its own and a queue. An operation returns at once. Its kernel, which is the CPU's, runs when
 the host waits, or earlier, in a random order that the queues and their events allow. Memory holds NaN (integers: the
 largest number) until a kernel writes it, and again when it is freed, so an operation that runs too early shows in the
-result. As with CUDA, a copy from pinned memory reads it late, work can be captured and replayed, and a kernel that
-fails makes the device unusable. `waits` counts by cause how often the host waited.
+result. As with CUDA, a device has streams, a copy from pinned memory reads it late, work can be captured and replayed,
+and a kernel that fails makes the device unusable. A capture that fails leaves torch's own generator in it, until
+another one has succeeded. `waits` counts by cause how often the host waited.
 
 Tensors are plain tensors of torch's device type PrivateUse1, so views, parameters and autograd are torch's own.
 """
@@ -75,28 +76,77 @@ class Event:
         return later.at - self.at
 
 
+class Stream:
+    """A queue of a device. Work of different streams is not in order."""
+
+    def __init__(self, home):
+        self.home, self.work, self.graph = (
+            home,
+            deque(),
+            None,
+        )  # the graph that is captured, in place of `work`
+        home.streams.append(self)
+
+    def wait_event(self, event):
+        with _lock:
+            self.work.append((lambda: None, (event,)))
+
+    def wait_stream(self, other):
+        event = Event(other.home)
+        other.work.append((event.record, ()))
+        self.wait_event(event)
+
+    def __enter__(self):
+        self.before = current_stream(self.home.device)
+        set_stream(self)
+
+    def __exit__(self, *_):
+        set_stream(self.before)
+
+
+_current = threading.local()  # `streams` by device
+in_capture = set()  # graphs in whose capture torch's own generator is
+
+
+def current_stream(device):
+    return vars(_current).get(device.index) or devices[device.index].streams[0]
+
+
+def set_stream(stream):
+    vars(_current)[stream.home.index] = stream
+
+
 class Device:
-    """The queue of a device, and what the host did with it."""
+    """The streams of a device, and what the host did with it."""
 
     def __init__(self, index):
         self.index = index
-        self.work = deque()  # (function, event that has to be done before)
-        self.graph = None  # the graph that is captured, in place of `work`
+        self.streams = []
+        Stream(self)
+        self.captures = 0
         self.waits, self.kernels, self.replays, self.ran, self.failure = Counter(), 0, 0, 0, None
 
     @property
     def device(self):
         return torch.device(NAME, self.index)
 
-    def put(self, function, after=None):
-        """Queue work; `after`: an event of another queue."""
+    @property
+    def stream(self):
+        return current_stream(self.device)
+
+    @property
+    def graph(self):
+        return self.stream.graph
+
+    def put(self, function, *after):
+        """Queue work on this thread's stream; `after`: events of other queues."""
         with _lock:
             self.check()
             self.kernels += 1
             if self.graph is None:
-                self.work.append((function, after))
+                self.stream.work.append((function, after))
             else:
-                assert after is None, "a graph is of one device"
+                assert not after, "a graph is of one device"
                 self.graph.put(function)
 
     def check(self):
@@ -107,6 +157,7 @@ class Device:
         """Let the host wait for all work of this device."""
         with _lock:
             if self.graph is not None:
+                self.graph.is_valid = False
                 raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
             self.waits[why] += 1
         _kernels.submit(self._run_all).result()
@@ -116,17 +167,18 @@ class Device:
     def _run_all(self):
         torch.set_num_threads(1)  # as in the engine's cores
         with _lock, torch.inference_mode(False), torch.no_grad():
-            while self.work and self.failure is None:
+            while any(stream.work for stream in self.streams) and self.failure is None:
                 run_one(self)
 
-    def run_head(self):
-        function, _ = self.work.popleft()
+    def run_head(self, stream):
+        function, _ = stream.work.popleft()
         self.ran += 1
         try:
             function()
         except Exception as error:
             self.failure = error
-            self.work.clear()
+            for stream in self.streams:
+                stream.work.clear()
 
 
 devices = [Device(index) for index in range(MOST)]
@@ -135,9 +187,11 @@ order = random.Random(0)
 
 def run_one(wanted):
     """Run the first work of a random queue that can go on; `wanted` is waited for, so it is taken more often."""
-    ready = [d for d in devices if d.work and (d.work[0][1] is None or d.work[0][1].is_over)]
+    ready = [s for d in devices for s in d.streams if s.work and all(e.is_over for e in s.work[0][1])]
     assert ready, "queues wait for each other"
-    (wanted if wanted in ready and order.random() < 0.5 else order.choice(ready)).run_head()
+    own = [stream for stream in ready if stream.home is wanted]
+    stream = order.choice(own if own and order.random() < 0.5 else ready)
+    stream.home.run_head(stream)
 
 
 def reset(seed=0):
@@ -145,6 +199,10 @@ def reset(seed=0):
     order.seed(seed)
     for device in devices:
         device.__init__(device.index)
+    vars(_current).clear()
+    in_capture.clear()
+    for streams in (run_devices._capture_stream, run_devices._copy_streams):
+        streams.cache_clear()
 
 
 class Graph:
@@ -152,6 +210,7 @@ class Graph:
 
     def __init__(self, device):
         self.device, self.work, self.generators, self.used = devices[device.index], [], {}, set()
+        self.is_valid = True
 
     def put(self, function):
         self.work.append(function)
@@ -161,14 +220,23 @@ class Graph:
         generator.manual_seed(len(self.generators) + 1)
         self.generators[len(self.generators) + 1] = [generator, None]
 
-    @contextmanager
-    def capturing(self):
-        assert self.device.graph is None
-        self.device.graph = self
-        try:
-            yield
-        finally:
-            self.device.graph = None
+    def pool(self):
+        return "pool"
+
+    def capture_begin(self, pool="pool"):
+        assert pool == "pool"
+        in_capture.add(self)
+        self.stream = self.device.stream
+        assert self.stream is not self.device.streams[0], "the default stream can't be captured"
+        self.stream.graph = self
+        self.device.captures += 1
+
+    def capture_end(self):
+        self.stream.graph = None
+        if not self.is_valid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        in_capture.clear()
+        assert self.work, "the graph is empty"
 
     def replay(self):
         seeds = {key: generator.initial_seed() for key, (generator, _) in self.generators.items()}
@@ -226,16 +294,22 @@ class Memory:
     """The memory of a storage, as bytes of the CPU."""
 
     def __init__(self, raw, home):
-        self.raw, self.home, self.graph = raw, home, home.graph
+        self.raw, self.stream, self.graph, self.others = raw, home.stream, home.graph, set()
 
     def __del__(self):
-        """Let the device fill the memory after the work so far, as its next owner would."""
-        home, raw = self.home, self.raw
-        if home.failure is None:
-            if self.graph is not None and self.graph is home.graph:
-                self.graph.work.append(lambda: poison(raw))
-            else:
-                home.work.append((lambda: poison(raw), None))
+        """Let the device fill the memory after the work so far of its stream, and of those that were recorded, as its
+        next owner would."""
+        raw, events = self.raw, []
+        if self.stream.home.failure is not None:
+            return
+        if self.graph is not None and self.graph is self.stream.graph:
+            self.graph.work.append(lambda: poison(raw))
+            return
+        for stream in self.others:
+            event = Event(stream.home)
+            stream.work.append((event.record, ()))
+            events.append(event)
+        self.stream.work.append((lambda: poison(raw), tuple(events)))
 
 
 def poison(raw):
@@ -315,15 +389,11 @@ def event_of(device):
 
 
 def wait_for(event, device):
-    devices[device.index].put(lambda: None, after=event)
+    devices[device.index].put(lambda: None, event)
 
 
-def copy_after(event, target, source):
-    """Queue a copy from another device, after an event of its queue. It refers to the memory until it has run."""
-    with torch.inference_mode(False):
-        to, of = raw_of(target), raw_of(source)
-    kept = [source]
-    home_of(target).put(lambda: (to.copy_(of), kept.clear()), after=event)
+def record_stream(value, stream):
+    value.untyped_storage().memory.others.add(stream)
 
 
 # ---- operations ----------------------------------------------------------------------------------------------
@@ -399,8 +469,8 @@ def _copy(target, source, non_blocking):
         # As torch does with CUDA: the copy runs in the source's queue, and both queues wait for each other.
         free, copied = Event(home), Event(other)
         home.put(free.record)
-        other.put(lambda: (to.copy_(of), copied.record()), after=free)
-        home.put(lambda: None, after=copied)
+        other.put(lambda: (to.copy_(of), copied.record()), free)
+        home.put(lambda: None, copied)
     elif is_late(target):
         home = home_of(target)
         if non_blocking and source.untyped_storage().data_ptr() not in _pinned:
@@ -628,11 +698,13 @@ def late_devices(monkeypatch, seed=0, graphs=True, count=1):
     monkeypatch.setattr(run_devices, "device_named", lambda name: torch.device(name.replace("cuda", NAME)))
     monkeypatch.setattr(run_devices, "accelerator_count", lambda: count)
     monkeypatch.setattr(run_devices, "event_of", event_of)
-    monkeypatch.setattr(run_devices, "copy_after", copy_after)
+    monkeypatch.setattr(run_devices, "new_stream", lambda device: Stream(devices[device.index]))
+    monkeypatch.setattr(run_devices, "current_stream", current_stream)
+    monkeypatch.setattr(run_devices, "set_stream", set_stream)
+    monkeypatch.setattr(run_devices, "record_stream", record_stream)
     monkeypatch.setattr(run_devices, "wait_for", wait_for)
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
-    monkeypatch.setattr(run_devices, "capturing", lambda graph, device: graph.capturing())
     monkeypatch.setattr(random_draws, "new_generator", lambda device: torch.Generator())
     _hooks.used = True
     try:

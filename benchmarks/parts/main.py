@@ -47,7 +47,7 @@ def main() -> None:
     if args.layers:
         size = args.layers * parts.WIDTH**2 * 4 / 1e6
         print(f"{args.layers} layers, {size:.0f} MB of weights, AdamW: the largest process, over its start\n")
-        print(memory_table(args.layers), "\n", flush=True)
+        print(f"{memory_table(args.layers)}\n", flush=True)
     if args.rounds:
         from bert import TASK  # pyright: ignore[reportMissingImports]
 

@@ -48,6 +48,7 @@ class ResultBuffer:
         if mode == "sum":
             self.values.zero_()
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
+        self._is_pinned = False
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
         """Copy the value of a micro-batch to its row, or add it (mode "sum"), if the mode returns it."""
@@ -80,13 +81,15 @@ class ResultBuffer:
 
     def start_download(self) -> None:
         """Start to copy the rows to the host's memory; they are there when the device has run the call."""
-        with torch.inference_mode(False):  # the user may write to it
-            self.values = devices.download(self.values)
+        self.values = devices.download(self.values)
+        self._is_pinned = True
 
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""
-        values = self.values.cpu()
+        with torch.inference_mode(False):  # the user may write to it
+            # Pinned memory is rounded up, and never given back.
+            values = self.values.clone() if self._is_pinned else self.values.cpu()
         if narrow and values.dtype in _RETURNED:
             values = _as_32_bit(values)
         if values.dim() == 1:
@@ -343,5 +346,6 @@ class EngineCall:
     hyper: Hyper | None
     threads: int  # the caller's torch.get_num_threads(), restored at the end
     commit: Commit
+    begins_after: Any = None  # an accelerator's event: of the work that the caller has started
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None  # with which the call ended

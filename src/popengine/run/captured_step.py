@@ -29,6 +29,24 @@ from .row_functions import RowFunctions
 logger = logging.getLogger("popengine")
 # Operations other than torch's that a graph may hold.
 _HARMLESS = (GATHER, "popengine.with_strides.default", *FUSED_CALLS)
+# For which the host waits on CUDA, or which its captures refuse: found on an H200 with torch 2.11, by running torch's
+# samples of each operator (torch.testing, `op_db`) under `torch.cuda.set_sync_debug_mode("error")` and in a capture.
+_WAITED_FOR = {
+    *("_ctc_loss", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "_local_scalar_dense", "allclose"),
+    *("cholesky", "equal", "histc", "isin", "linalg_eig", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
+    *(
+        "linalg_matrix_exp",
+        "linalg_pinv",
+        "masked_scatter_backward",
+        "masked_select",
+        "nonzero",
+        "segment_reduce",
+    ),
+    *("index_fill.int_Tensor", "masked_fill.Tensor", "normal.Tensor_Tensor", "repeat_interleave.Tensor"),
+    *("linspace.Scalar_Tensor", "linspace.Tensor_Scalar", "linspace.Tensor_Tensor"),
+    *("logspace.Scalar_Tensor", "logspace.Tensor_Scalar", "logspace.Tensor_Tensor"),
+}
+_MOST_IN_A_ROW = 3  # captures
 _MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
 
 
@@ -37,6 +55,10 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
     lines = [line for piece in plan.partition.pieces for line in piece.lines]
     others = [c for c in dict.fromkeys(line.call for line in lines) if "." in c and c not in _HARMLESS]
     others = [call for call in others if not call.startswith(("aten.", "prims."))]
+    names = [
+        call.removeprefix("aten.").removesuffix(".default") for call in dict.fromkeys(c.call for c in lines)
+    ]
+    waited = [name for name in names if {name, name.partition(".")[0]} & _WAITED_FOR]
     draws = [
         line.call
         for line in lines
@@ -48,6 +70,8 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
         return "enableFloatingPointExceptions reads each value"
     if others:
         return f"the host may see when {others[0]} runs"
+    if waited:
+        return f"the host waits for the values of {waited[0]}"
     if draws:
         return f"{draws[0]} draws random numbers without a generator of its own"
     if settings.counts.instances > 1 and settings.training:
@@ -68,9 +92,10 @@ class CapturedStep:
         self._rows, self._plan, self._settings, self._state = rows, rows.plan, rows.settings, rows.state
         self._why_not = why_not_captured(rows.plan, rows.settings, rows.state.device)
         if self._why_not:
-            self._log()
+            self._give_up(self._why_not)
         self._is_warm = False  # whether a step has run: kernels are loaded, workspaces allocated
         self._addresses: list[int] = []  # of weights and buffers, when the step was captured
+        self._in_a_row = 0  # calls that captured a step again
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._results: Results
@@ -78,25 +103,31 @@ class CapturedStep:
         self._sums: list[dict[str, Tensor]] = []
         self._buffers: list[dict[str, Tensor]] = []
 
-    def _log(self) -> None:
-        logger.info("steps on %s are started operation by operation: %s", self._state.device, self._why_not)
+    def _give_up(self, why_not: str, log: Any = logger.info) -> None:
+        """Capture no more steps, and free the graph's memory."""
+        self._why_not, self._graph = why_not, None
+        log("steps on %s are started operation by operation: %s", self._state.device, why_not)
 
     def run(self, table: Any, call: EngineCall) -> bool:
         """Run the tasks of a step (a `StepTasks`) by a replay; return False if they are to be run one by one."""
         if self._why_not or not self._is_warm:
             self._is_warm = True
             return False
-        addresses = [value.data_ptr() for values in self._state.values for value in values.values()]
+        own = (v for r, v in enumerate(self._state.values) if self._settings.runs_replica(r))
+        addresses = [value.data_ptr() for values in own for value in values.values()]
         rows, tasks, order = self._plan.tasks, table.all, table.order
         inner = [number for number in order if rows[tasks[number].row].index == "micro_batch"]
-        if self._graph is None or addresses != self._addresses:
-            self._addresses = addresses
+        if addresses == self._addresses:
+            self._in_a_row *= call.commit.done > 0  # a call's first step shows whether weights have moved
+        else:
+            self._addresses, self._in_a_row = addresses, self._in_a_row + 1
+            if self._in_a_row > _MOST_IN_A_ROW:
+                self._give_up("weights or buffers have other memory at each call", logger.warning)
+                return False
             try:
                 self._capture(call, [tasks[number] for number in inner])
             except (RuntimeError, Error) as error:
-                self._why_not = str(error.__cause__ or error).splitlines()[0]
-                self._log()
-                self._graph = None
+                self._give_up(str(error.__cause__ or error).splitlines()[0])
                 self._rows.clear()
                 self._state.begin_step()
                 return False
@@ -133,11 +164,16 @@ class CapturedStep:
         settings = replace(settings, anchors=anchors)
         self._results = Results(self._plan.partition.signature, settings, device, len(self._inputs))
         captured = EngineCall(self._inputs, self._results, call.hyper, call.threads, Commit())
+        pools = state.train_state.graph_pools
+
+        def run_tasks() -> None:
+            for task in tasks:
+                task.work(captured, task.index)
+
         rows.generators = iter([generator for generator, *_ in self._generators])
         try:
-            with devices.capturing(graph, device):
-                for task in tasks:
-                    task.work(captured, task.index)
+            devices.capture(graph, pools.get(device), device, run_tasks)
+            pools.setdefault(device, graph.pool())
         finally:
             rows.generators = None
         self._graph = graph
@@ -153,7 +189,8 @@ class CapturedStep:
             raise Stopped
         turns = range(done * count, (done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):
-            target.copy_(batch[turns.start : turns.stop], non_blocking=True)
+            rows = devices.in_pinned_memory(batch[turns.start : turns.stop], state.device)
+            target.copy_(rows, non_blocking=True)
         for generator, micro_batch, replica, draw in self._generators:
             # In one process: see `why_not_captured`.
             key = hash_integers(*state.train_state.random_state, micro_batch, replica)

@@ -54,8 +54,6 @@ class DeviceEngines(Engine):
                 own, state = replace(settings, place=place, replicas=replicas), copy.copy(train_state)
                 state.optimizer = state.optimizer if 0 in replicas else SimpleNamespace(state={})
                 self._engines.append(Engine(plan, own, state, mail.device, mail, find_constants))
-        used = [engine.state.device for engine in self._engines]
-        self._accelerator = next(device for device in used if devices.has_queue(device))
         self._queues = [engine._queues[0] for engine in self._engines]
         self._group = self._sums = None
         self._has_warned = False
@@ -71,8 +69,6 @@ class DeviceEngines(Engine):
         """Run one call on all devices, as `Engine.run`."""
         self.train_state.commit.settle()
         self._meetings.begin_call()
-        # Once for all engines.
-        inputs = [devices.in_pinned_memory(value, self._accelerator) for value in inputs]
         return super().run(inputs, hyper, recorder)
 
     @property

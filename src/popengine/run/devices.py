@@ -1,7 +1,7 @@
 """The device of an engine's tensors (the CPU, or one accelerator), and the alignment of tensors in memory.
 
-One thread starts all work of an accelerator, on the default stream. The host waits only in `synchronize`, and where it
-reads a value.
+One thread starts all work of an accelerator, on the default stream, after the work that the caller has started on his
+own. The host waits only in `synchronize`, and where it reads a value.
 
 MKL and oneDNN choose kernels by the alignment of their inputs, so the bits of a result depend on it. All tensors that
 pieces receive begin at a multiple of 64 bytes, as torch's own allocations do.
@@ -11,7 +11,9 @@ import ctypes
 import functools
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -90,6 +92,11 @@ def in_pinned_memory(value: Tensor, device: torch.device) -> Tensor:
     return value.pin_memory()
 
 
+def upload(value: Tensor, device: torch.device) -> Tensor:
+    """Return a value on a device, without a wait of the host: from the CPU it goes through pinned memory."""
+    return in_pinned_memory(value, device).to(device, non_blocking=True)
+
+
 def has_queue(device: torch.device) -> bool:
     """Return whether operations on a device are done only some time after their functions return."""
     return device.type not in ("cpu", "meta")
@@ -107,10 +114,70 @@ def new_graph(device: torch.device) -> Any:
     return kind() if kind is not None and hasattr(kind, "register_generator_state") else None
 
 
-def capturing(graph: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which the work that this thread starts becomes a graph's, and does not run."""
-    options = {"capture_error_mode": "thread_local"} if device.type == "cuda" else {}
-    return torch.get_device_module(device).graph(graph, **options)
+# Allocators of torch know one capture of a process at a time.
+_capture_lock = threading.Lock()
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream for captures of an accelerator. (Those of `torch.cuda.graph` are all on the first one's.)"""
+    return new_stream(device)
+
+
+def capture(graph: Any, pool: Any, device: torch.device, work: Callable[[], Any]) -> None:
+    """Let the work that `work` starts on an accelerator become a graph's, and not run. The graph's memory is in the
+    `pool` of another graph, if it is not None: they never run at the same time. Raises what `work` raises, and
+    RuntimeError for work that no graph can hold; then this thread's stream and torch's generator are as before."""
+    options = {} if pool is None else {"pool": pool}
+    if device.type == "cuda":
+        options["capture_error_mode"] = "thread_local"
+    before = current_stream(device)
+    with _capture_lock:
+        synchronize(device)
+        set_stream(_capture_stream(device))
+        try:
+            graph.capture_begin(**options)
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):
+                    _end_capture(graph, device)
+                raise
+            _end_capture(graph, device)
+        finally:
+            set_stream(before)
+
+
+def _end_capture(graph: Any, device: torch.device) -> None:
+    """End a capture. If it failed, torch's own random generator is still in it, until another one has succeeded."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        other = new_graph(device)
+        other.capture_begin()
+        torch.empty(1, device=device).zero_()
+        other.capture_end()
+        raise
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new stream of an accelerator: work of different streams is not in order."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which this thread starts work of an accelerator."""
+    return torch.accelerator.current_stream(device)
+
+
+def record_stream(value: Tensor, stream: Any) -> None:
+    """Let the memory of a value, once it is freed, wait for work of a stream other than the one that allocated it."""
+    value.record_stream(stream)
+
+
+def set_stream(stream: Any) -> None:
+    """Let this thread start work of the stream's accelerator on it."""
+    torch.accelerator.set_stream(stream)
 
 
 def synchronize(device: torch.device) -> None:
@@ -128,6 +195,11 @@ def synchronize(device: torch.device) -> None:
             " used again in this process, and the weights and the optimizer's state, which are on it, are lost: start"
             " again from a checkpoint"
         ) from error
+
+
+def keep_for_ever(value: Any) -> None:
+    """Never free what a device that failed may have used: torch ends the process where it frees pinned memory."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 Layout = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset, as `as_strided` takes them
@@ -158,40 +230,46 @@ class Transfer:
     def finish(self) -> Tensor:
         """Return the copy. The host waits only if the value goes from an accelerator to the CPU."""
         source, start = self._memory, self._layout[-1]
-        memory = torch.empty(start + len(source), dtype=source.dtype, device=self._target)
+        if has_queue(source.device) and source.device != self._target:
+            return copy_after(self._event, source, start, self._target).as_strided(*self._layout)
         if self._event is not None and not has_queue(self._target):
             self._event.synchronize()
-        if has_queue(source.device) and source.device != self._target:
-            copy_after(self._event, memory[start:], source)
-        else:  # work of one device is in order
-            memory[start:].copy_(source, non_blocking=True)
+        memory = torch.empty(start + len(source), dtype=source.dtype, device=self._target)
+        memory[start:].copy_(source, non_blocking=True)  # work of one device is in order
         return memory.as_strided(*self._layout)
 
 
 def event_of(device: torch.device) -> Any:
     """Return an event that an accelerator records after all work that this thread has started."""
     event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
+    event.record(current_stream(device))
     return event
 
 
 def wait_for(event: Any, device: torch.device) -> None:
     """Let the work that this thread starts on an accelerator from now on wait for an event of another one."""
-    torch.accelerator.current_stream(device).wait_event(event)
+    current_stream(device).wait_event(event)
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> Any:
-    return torch.Stream(device)
+def _copy_streams(source: torch.device, target: torch.device) -> tuple[Any, Any]:
+    """Return the streams, of both accelerators, of the copies from one to the other."""
+    return new_stream(source), new_stream(target)
 
 
-def copy_after(event: Any, target: Tensor, source: Tensor) -> None:
-    """Start to copy from another accelerator once its event is done, on a stream beside its other work."""
-    stream = _copy_stream(source.device)
-    stream.wait_event(event)
-    with stream:
-        target.copy_(source, non_blocking=True)
-    source.record_stream(stream)
+def copy_after(event: Any, source: Tensor, start: int, target: torch.device) -> Tensor:
+    """Start to copy from another accelerator once its event is done, beside other work of both; return the copy's
+    memory, which begins `start` elements before it. Work that this thread starts from now on waits for the copy."""
+    sends, receives = _copy_streams(source.device, target)
+    sends.wait_event(event)
+    with sends, receives:  # torch copies on `sends`, and lets it wait for `receives`, and that for the copy
+        memory = torch.empty(start + len(source), dtype=source.dtype, device=target)
+        memory[start:].copy_(source, non_blocking=True)
+    own = current_stream(target)
+    own.wait_stream(receives)
+    record_stream(source, sends)
+    record_stream(memory, own)
+    return memory
 
 
 def timing_event(device: torch.device) -> Any:

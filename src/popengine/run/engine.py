@@ -173,16 +173,14 @@ class Engine:
         return calls[0].results
 
     def _split_into_micro_batches(self, inputs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Return each batch as [turns, groups, micro-batch, ...], aligned, or pinned for an accelerator."""
+        """Return each batch as [turns, groups, micro-batch, ...], aligned for the CPU."""
         counts = self.settings.counts
         found = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
-            if device.type == "cpu" and batch.is_cpu:
-                found.append(with_aligned_micro_batches(batch))
-            else:
-                found.append(devices.in_pinned_memory(batch, device))
+            is_here = device.type == "cpu" and batch.is_cpu
+            found.append(with_aligned_micro_batches(batch) if is_here else batch)
         return found
 
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnrecoverableError
 from ..order import After, StepActions, order_named, simulate, timeline
 from ..schedules import bounds_of_rows
 from ..table import actions
@@ -188,6 +189,8 @@ class ReadyQueue:
     def start(self, call: EngineCall, recorder: EngineRecorder | None) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
         self._recorder = recorder
+        if devices.has_queue(device := self.rows.state.device):
+            call.begins_after = devices.event_of(device)
         if self._threads_per_operation > 1:
             end_openmp_threads()
         self._inbox.put(call)
@@ -222,6 +225,8 @@ class ReadyQueue:
                 torch.set_num_threads(self._threads_per_operation)
                 with torch.inference_mode(), devices.as_current_device(self.rows.state.device):
                     try:
+                        if call.begins_after is not None:
+                            devices.wait_for(call.begins_after, self.rows.state.device)
                         self._run_steps(call)
                     finally:
                         self.rows.clear()
@@ -230,6 +235,8 @@ class ReadyQueue:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
+                if isinstance(failure, UnrecoverableError):
+                    devices.keep_for_ever(call)
             torch.set_num_threads(call.threads)
             call.failure = call.commit.end(error)
             del call, error

@@ -18,6 +18,7 @@ from .. import ir
 from ..errors import Error, RunError
 from ..settings import Anchor, Place, Settings
 from ..torch_private import storage_use_count
+from . import devices
 from .backends.eager import Code, FiniteCheck, user_line
 from .call import EngineCall, Stopped
 from .instances.all_reduce import all_gather_rows
@@ -190,7 +191,7 @@ class RowFunctions:
             for name, key in loads:
                 begun, ended = call.results.load_started[key], call.results.loaded[key]
                 begun[turn * counts.replicas + replica] = perf_counter()
-                frame[name] = call.inputs[key][turn, group].to(device, non_blocking=True)
+                frame[name] = devices.upload(call.inputs[key][turn, group], device)
                 ended[turn * counts.replicas + replica] = perf_counter()
             state = self.state
             made_once = prepared.values_for(number) if prepared is not None else frame

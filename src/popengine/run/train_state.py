@@ -66,6 +66,7 @@ class TrainState:
         # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self.commit = Commit()
+        self.graph_pools: dict[torch.device, Any] = {}  # of memory, for the captured steps of all plans
         # Of trained parameters, when they were equal in all processes.
         self._confirmed: dict[str, VersionStamp] = {}
 
@@ -311,20 +312,22 @@ def version_stamp(value: Tensor) -> VersionStamp:
 
 def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]] = ()) -> bool:
     """Move weights, and the tensors in these dictionaries, from accelerators to the host's memory; return whether any
-    was there. Weights stay the same objects. Waits once for each accelerator."""
+    was there. Weights stay the same objects."""
     on_device = [(key, value) for key, value in weights.items() if devices.has_queue(value.device)]
-    copies = [(key, value, devices.download(value.detach())) for key, value in on_device]
-    found = {value.device for _, value in on_device}
-    for group in groups:
-        for name, value in group.items():
-            if isinstance(value, Tensor) and devices.has_queue(value.device):
-                group[name] = devices.download(value)
-                found.add(value.device)
-    for device in found:
+    states = [
+        (group, name)
+        for group in groups
+        for name, value in group.items()
+        if isinstance(value, Tensor) and devices.has_queue(value.device)
+    ]
+    # Before anything moves: the copies below, to memory that is not pinned, wait one by one.
+    for device in {value.device for _, value in on_device} | {group[name].device for group, name in states}:
         devices.synchronize(device)
-    for key, value, copied in copies:
-        move_to(key, value, copied)
-    return bool(found)
+    for group, name in states:
+        group[name] = group[name].cpu()
+    for key, value in on_device:
+        move_to(key, value, value.detach().cpu())
+    return bool(on_device or states)
 
 
 def move_to(key: str, value: Tensor, memory: Tensor) -> None:

@@ -1,12 +1,16 @@
 """Engines of a small net, by name of what is special about them."""
 
+from dataclasses import replace
+
 import torch
 from engine_models import graph_of, net, once, stages
 
 from popengine.compile import compile_graph
+from popengine.compile.tasks import make_plan
+from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
-from popengine.settings import Anchor, Counts, Hyper, Optimizer, Settings
+from popengine.settings import Anchor, Counts, Hyper, Optimizer, Place, Settings
 
 SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
@@ -115,3 +119,19 @@ def assert_same(one, two):
     assert one.keys() == two.keys()
     different = [name for name in one if not torch.equal(one[name], two[name])]
     assert different == []
+
+
+PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
+NAMES = {
+    "two": ("cuda:0", "cuda:1"),
+    "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
+    "the CPU and one": ("cpu", "cuda:0"),
+}
+
+
+def on_devices(which, make=planned, **options):
+    """An engine for each device, of the small net."""
+    plan, settings, train_state = make(**options)
+    places = tuple(Place(0, device) for device in PLACES[which])
+    settings = replace(settings, places=places, device="cuda", devices=NAMES[which])
+    return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)

@@ -5,7 +5,6 @@ Memory that is not written yet, or is freed, holds NaN. So the CPU's bits show t
 
 import random
 from collections import Counter
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -13,10 +12,13 @@ import torch
 from engine_models import enter, graph_of, stages
 from small_engines import (
     LAYOUTS,
+    NAMES,
+    PLACES,
     TYPES,
     assert_same,
     batch_for,
     engine_of,
+    on_devices,
     planned,
     rates,
     trained,
@@ -26,32 +28,17 @@ from test_places import PARTS, made
 from torch import nn
 from torch.nn import functional
 
+import late_device
 from late_device import late_devices
 from popengine.compile import compile_graph
-from popengine.compile.tasks import make_plan
 from popengine.errors import RunError, UnrecoverableError
 from popengine.order import ORDERS
+from popengine.run import devices
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.run.ready_queue import ReadyQueue
 from popengine.run.train_state import TrainState, has_same_bits
 from popengine.settings import Counts, Optimizer, Place, Settings
-
-PLACES = {"two": (0, 1, 1, 0), "four": (0, 1, 2, 3), "the CPU and one": (1, 0, 1, 0)}
-NAMES = {
-    "two": ("cuda:0", "cuda:1"),
-    "four": ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
-    "the CPU and one": ("cpu", "cuda:0"),
-}
-
-
-def on_devices(which, make=planned, **options):
-    """An engine for each device, of the small net."""
-    plan, settings, train_state = make(**options)
-    places = tuple(Place(0, device) for device in PLACES[which])
-    settings = replace(settings, places=places, device="cuda", devices=NAMES[which])
-    return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)
-
 
 SPREAD = [name for name in LAYOUTS if name not in ("one ipu", "sharded state")]
 ORDERED = [name for name in ORDERS if name not in ("1f1b", "sharded")]
@@ -112,6 +99,17 @@ def test_each_replica_on_devices_of_its_own_has_the_bits_of_one_cpu(name, which,
         assert_same(trained(engines, calls=2), trained(Engine(*one), calls=2))
 
 
+@pytest.mark.parametrize("which", ["an ipu and two replicas", "two ipus and two replicas"])
+def test_steps_with_batch_norm_are_captured_once_for_each_device(which, monkeypatch):
+    with late_devices(monkeypatch, count=4) as late:
+        engines, _ = on_shifted_devices(which)
+        for call in range(5):
+            engines.run(batch_for(engines, call), rates("sgd"))
+        # Ipus on several devices are not captured.
+        assert [device.captures for device in late] == ([1, 1, 0, 0] if "an ipu" in which else [0] * 4)
+        engines.close()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_orders_of_the_queues_have_the_same_bits(seed, monkeypatch):
     with late_devices(monkeypatch, seed=seed, count=4):
@@ -123,16 +121,10 @@ def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missin
     expected, has_failed = trained_on_cpu(calls=1), False
     for seed in range(5):
         with late_devices(monkeypatch, seed=seed, count=4):
-
-            def copy(event, target, source):
-                import late_device as late
-
-                with torch.inference_mode(False):
-                    to, of = late.raw_of(target), late.raw_of(source)
-                after = None if missing == "event" else event
-                late.home_of(target).put(lambda: to.copy_(of), after=after)
-
-            monkeypatch.setattr("popengine.run.devices.copy_after", copy)
+            if missing == "event":
+                monkeypatch.setattr(late_device.Stream, "wait_event", lambda stream, event: None)
+            else:
+                monkeypatch.setattr(devices, "record_stream", lambda value, stream: None)
             found = trained(on_devices("four"), calls=1)
             has_failed = any(not torch.equal(found[name], expected[name]) for name in found)
         if has_failed:

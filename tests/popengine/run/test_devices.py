@@ -5,6 +5,7 @@ So the CPU's bits show that no tensor stays behind on the CPU, and that no work 
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def late(monkeypatch):
 
 
 def refuse(graph, function):
+    graph.is_valid = False
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -73,15 +75,22 @@ def test_memory_that_is_read_without_an_event_is_nan(late):
 
 def test_a_graph_runs_again_with_what_its_memory_holds(late):
     x = torch.zeros(2).to(GPU)
-    graph = late_device.Graph(GPU)
-    with graph.capturing():
-        y = x + 1
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            y.sum().item()
+    graph, made = late_device.Graph(GPU), []
+    devices.capture(graph, None, GPU, lambda: made.append(x + 1))
+    (y,) = made
     for value in (3.0, 5.0):
         x.fill_(value)
         graph.replay()
         assert y.tolist() == [value + 1] * 2
+
+
+def test_a_capture_that_fails_leaves_stream_and_generator_as_they_were(late):
+    x, before = torch.zeros(2).to(GPU), devices.current_stream(GPU)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        devices.capture(late_device.Graph(GPU), None, GPU, lambda: (x + 1).sum().item())
+    assert devices.current_stream(GPU) is before and not late_device.in_capture
+    devices.capture(late_device.Graph(GPU), None, GPU, lambda: x + 1)
+    assert (x + 1).tolist() == [1, 1]
 
 
 # ---- the CPU's bits --------------------------------------------------------------------------------------
@@ -162,6 +171,46 @@ def test_a_step_is_captured_again_if_a_weight_has_another_address(late):
         engine.close()
     assert_same(*found)
     assert late.replays == 5
+
+
+def test_a_step_with_an_operation_that_the_host_waits_for_is_not_captured(late, caplog):
+    caplog.set_level("INFO", "popengine")
+    graph = capture(
+        nn.Identity(), lambda inputs: [torch.linalg.eigvalsh(inputs[0])], [torch.eye(3)], training=False
+    )
+    settings = Settings(False, Counts(), Strategy(), device="cuda")
+    Engine(compile_graph(graph, settings), settings, TrainState(dict), GPU).close()
+    assert "operation by operation: the host waits for the values of _linalg_eigh" in caplog.text
+    assert late.captures == 0
+
+
+def test_steps_whose_weights_move_each_time_are_captured_three_times_in_a_row_at_most(late, caplog):
+    engine = on_device()
+    for call in range(6):
+        engine.run(batch_for(engine, call), rates("sgd"))
+        for weight in engine.state.train_state.find_weights().values():
+            weight.data = weight.detach().clone()
+    assert late.captures == 3
+    assert caplog.text.count("weights or buffers have other memory at each call") == 1
+    engine.close()
+
+
+def test_a_call_waits_for_the_work_of_its_callers_stream(late):
+    found = []
+    for make in (on_device, engine_of):
+        engine = make()
+        engine.run(batch_for(engine), rates("sgd"))
+        for call in range(3):
+            stream = late_device.Stream(late) if make is on_device else nullcontext()
+            with stream:
+                for weight in engine.state.train_state.find_weights().values():
+                    for _ in range(20 * weight.is_floating_point()):  # the stream is late
+                        weight.detach().mul_(1.01)
+                engine.run(batch_for(engine, call), rates("sgd"))
+        engine.state.train_state.move_to_host()
+        found.append({key: value.clone() for key, value in engine.state.train_state.find_weights().items()})
+        engine.close()
+    assert_same(*found)
 
 
 def test_a_step_that_cannot_be_captured_runs_and_the_log_says_why(late, monkeypatch, caplog):

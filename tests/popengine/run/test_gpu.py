@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from small_engines import LAYOUTS, assert_same, engine_of, planned, rates, trained
-from test_device_engines import NAMES, on_devices
+from small_engines import LAYOUTS, NAMES, assert_same, engine_of, on_devices, planned, rates, trained
 from torch.nn import functional
 
 from popengine.run.engine import Engine
