@@ -68,21 +68,23 @@ class Second(nn.Module):
 
 
 class Program:
-    """The model and its executors, in one process or several. `replicas`: in one process, of all of them."""
+    """The model and its executors, in one process or several: a trainer, and with `others` a predictor and (2) a second
+    trainer. `replicas`: in one process, of all of them."""
 
-    def __init__(self, optimizer, replicas, has_others=True):
+    def __init__(self, optimizer, replicas, others):
         self.replica, self.replicas, self.calls, self.saved = 0, replicas, 0, {}
         if popdist.isPopdistEnvSet():
             self.replica = popdist.getInstanceIndex() // popdist.getNumInstancesPerReplica()
         self.model = model = Net()
         self.optimizer = optimizer(model.parameters(), lr=0.01)
         self.trainer = poptorch.trainingModel(model, self.options(8), self.optimizer)
-        self.executors, self.trains = [self.trainer], [True, True, False]
-        if has_others:
+        self.executors = {self.trainer: True}  # and whether each trains
+        if others == 2:
             second = Second(model)
             sgd = poptorch.optim.SGD(second.own.parameters(), lr=0.1)
-            self.executors.append(poptorch.trainingModel(second, self.options(8), sgd))
-            self.executors.append(poptorch.inferenceModel(model, self.options(1)))
+            self.executors[poptorch.trainingModel(second, self.options(8), sgd)] = True
+        if others:
+            self.executors[poptorch.inferenceModel(model, self.options(1))] = False
 
     def options(self, accumulation):
         options = popdist.poptorch.Options(4) if popdist.isPopdistEnvSet() else poptorch.Options()
@@ -105,7 +107,7 @@ class Program:
     def call(self):
         """The outputs of a call of each executor, by replica."""
         outputs = []
-        for executor, trains in zip(self.executors, self.trains, strict=False):
+        for executor, trains in self.executors.items():
             self.model.train(trains)
             outputs += executor(*self.batch())
         self.calls += 1
@@ -274,28 +276,27 @@ OTHERS = detach, fail, fetch_and_write, average, reload, move_layer, share_memor
 
 
 def script(whole):
-    """Pairs of an event and the process that makes it: 0, -1 (the last) or None (all). `whole`: each event by each of
-    them, not only by one of them."""
+    """Pairs of an event and the process that makes it: 0, -1 (the last) or None (all). `whole`: each by each of them,
+    between calls, after a detachment and after an error."""
     yield save, None
-    for turn, before in enumerate((None, detach, fail)):
+    for turn, before in enumerate((None, detach, fail) if whole else (None,)):
         for number, event in enumerate((*WRITES, *READS)):
-            if whole or (number // 3 + turn) % 3 == 0:
-                yield from [(before, None)] if before is not None else []
-                yield event, (0, -1, None)[(number + turn) % 3]
-    for event in (*OTHERS, *READS, move_layer):
+            yield from [(before, None)] if before is not None else []
+            yield event, (0, -1, None)[(number + turn) % 3]
+    for event in (*OTHERS, *READS, move_layer) if whole else ():
         yield event, None
 
 
 def run_script(whole, optimizer, replicas=1):
     """What each event returned, the outputs after it, and the error of a call after a write of a single process."""
     torch.manual_seed(0)
-    program = Program(optimizer, replicas)
+    program = Program(optimizer, replicas, 2 if whole else 1)
     found = [made_by(program, lambda program: None, None)]
     found += [made_by(program, event, who) for event, who in script(whole)]
     firsts = (multiply_weights, 0), (load_optimizer, -1), (load, None)
-    for event, who in firsts if whole else firsts[:1]:  # before the first call
+    for event, who in firsts if whole else ():  # before the first call
         torch.manual_seed(1)
-        first = Program(optimizer, replicas, has_others=False)
+        first = Program(optimizer, replicas, 0)
         first.saved = program.saved
         found.append(made_by(first, event, who))
         found.append(made_by(first, save, None))
@@ -324,18 +325,23 @@ def in_processes(*args):
     return run_script(*args)
 
 
+@pytest.mark.kind("weights that several processes hold")
+def test_an_event_has_the_bits_of_one_process_or_is_an_error():
+    check(2, 1, poptorch.optim.AdamW, False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parts", "replicas", "optimizer", "whole"),
-    [
-        (2, 1, poptorch.optim.AdamW, False),
-        pytest.param(2, 1, torch.optim.AdamW, True, marks=pytest.mark.slow),
-        pytest.param(4, 1, torch.optim.AdamW, True, marks=pytest.mark.slow),
-        pytest.param(2, 2, poptorch.optim.AdamW, True, marks=pytest.mark.slow),
-    ],
+    ("parts", "replicas", "optimizer"),
+    [(2, 1, torch.optim.AdamW), (4, 1, torch.optim.AdamW), (2, 2, poptorch.optim.AdamW)],
 )
 def test_events_in_all_or_one_of_the_processes_have_the_bits_of_one_process_or_are_an_error(
-    parts, replicas, optimizer, whole
+    parts, replicas, optimizer
 ):
+    check(parts, replicas, optimizer, True)
+
+
+def check(parts, replicas, optimizer, whole):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     launches = processes.launches(parts * replicas, 1, parts)
