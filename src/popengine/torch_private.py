@@ -37,9 +37,11 @@ from torch._subclasses.fake_tensor import (  # 1.13: tensors without values
 from torch.autograd import _get_sequence_nr as next_sequence_number  # 2.2: of autograd's next node
 from torch.distributed import distributed_c10d
 from torch.distributions import Distribution
+from torch.nn.modules import module as modules
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # old: the base of BatchNorm1d, 2d and 3d
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # 2.0
+from torch.overrides import _get_current_function_mode_stack  # 1.13
 from torch.utils._python_dispatch import TorchDispatchMode  # 1.12: receives each operation below autograd
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes  # 2.0
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode  # 2.0
@@ -139,6 +141,23 @@ def modes_restored() -> Iterator[None]:
         for mode in _get_current_dispatch_mode_stack():
             if not any(mode is before for before in modes):
                 _pop_mode(getattr(mode, "_mode_key", None))  # torch keeps its own modes by key
+
+
+def state_around() -> tuple[Any, ...]:
+    """Return the state of torch on which functions and modules depend: dtypes, flags, hooks of all modules, and class
+    and attributes of each mode that is on."""
+    shelves = [vars(modules).get(name) for name in _GLOBAL_HOOKS]  # old
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return (
+        torch.get_default_dtype(),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.are_deterministic_algorithms_enabled(),
+        *(hook for shelf in shelves if shelf for hook in shelf.values()),
+        *((type(mode), *vars(mode).values()) for mode in modes),
+    )
+
+
+_GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 @contextlib.contextmanager

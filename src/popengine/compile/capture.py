@@ -18,7 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..ir import Graph, Key
-from ..torch_private import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode, modes_restored
+from ..torch_private import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FakeTensorMode,
+    modes_restored,
+    state_around,
+)
 from .recording.current_capture import (
     ENDED,
     LOSSES,
@@ -33,7 +39,7 @@ from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import LENGTH, MISSING, Read, Reads, autocast_dtype, fingerprint, hooks_reader
+from .recording.reads import MISSING, Read, Reads, fingerprint, hooks_reader
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
@@ -51,6 +57,7 @@ def capture(
     device: str = "cpu",
     given: str = "",
     beside: Callable[[], Any] = lambda: None,
+    arguments: Sequence[tuple[Any, str]] = (),
 ) -> Graph:
     """Return one functional graph of `forward` and, in training, of its backward, with what forward has read.
 
@@ -61,11 +68,12 @@ def capture(
         samples:  the inputs of one micro-batch; only their shapes, strides and dtypes are read
         device:   where the model will run; if not "cpu", no operations are recorded that only CPUs have
         given:    a description of forward's arguments, for error messages
+        arguments: objects that are passed to `forward` beside tensors, with their names
         beside:   returns what the latest run of `forward` has yielded beside tensors, a value that compares by `==`
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-    record = partial(_record, module, forward, samples, fake, training, device, given, beside)
+    record = partial(_record, module, forward, samples, fake, training, device, given, beside, arguments)
     with attributes_restored(module):
         found = first = record({})
         if first.changed or first.reshaped:
@@ -73,8 +81,11 @@ def capture(
         if first.made:
             _check_made_buffers(first, record)
     check_none_left(module, first.containers)
-    _drop_fake_items(read.owner for read in first.changed if read.key is LENGTH)
-    found.reads.update(dropped)
+    _drop_fake_items(read.args[0] for read in first.changed if read.get in (len, tuple))
+    if dropped:
+        found.reads.drop(dropped)
+        found.reads.renew()
+        found.reads.dropped = dropped
     found.reads.has_draws = bool(found.draws)
     for line, what in found.draws.items():
         logger.warning(
@@ -110,6 +121,7 @@ def _record(
     device: str,
     given: str,
     beside: Callable[[], Any],
+    arguments: Sequence[tuple[Any, str]],
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
@@ -136,14 +148,19 @@ def _record(
         modes_restored(),
         explaining_torch_errors(given),
     ):
-        with recorder.saved_tensors_listed(), _tracked_calls(module, state, noting), noting.of(state):
+        with (
+            recorder.saved_tensors_listed(),
+            _tracked_calls(module, state, noting),
+            noting.of(state, arguments),
+        ):
             outputs = list(forward(list(inputs)))
             buffers, reshaped = state.assigned_buffers()
         gradients = _record_backward(state, scale) if training else {}
-    reads = noting.finish(recorder)
-    reads.note("torch.autocast", autocast_dtype)
+    reads = noting.finish(recorder, state.returned)
+    reads.all.append(Read("the state of torch", state_around, view=tuple))
     if training:
-        reads.note("a hook of a parameter", hooks_reader({m.name: m.real for m in stand_ins.members}))
+        hooks = hooks_reader({member.name: member.real for member in stand_ins.members})
+        reads.all.append(Read("a hook of a parameter", hooks))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     left = [
@@ -171,7 +188,7 @@ def _record_again(
     recording has left. Return a recording, and the paths of the values that forward changes each time. Raise
     CaptureError if the graphs differ: then the values would be state between calls."""
     names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
-    left = [(read, read.owner, read.present()) for read in first.changed if isinstance(read.owner, dict)]
+    left = [(read, read.present()) for read in first.changed if read.get is dict.get]
     where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
     text = (
         f"{where} changes {names}, which forward also reads: what a call leaves there would be lost for the next one\n"
@@ -191,9 +208,9 @@ def _record_again(
     if second.reshaped or not is_same or first.graph.beside != second.graph.beside:
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
-    for read, owner, value in left:
-        if read.path in dropped and read.key is not LENGTH and value is not MISSING:
-            owner[read.key] = value  # as one run has left it
+    for read, value in left:
+        if read.path in dropped and value is not MISSING:
+            read.args[0][read.args[1]] = value  # as one run has left it
     if again := list(dict.fromkeys(read.path for read in first.changed if read.path in dropped)):
         logger.warning(
             "%s changes %s: Python's side of forward runs only when it is recorded, and not in each call\n"

@@ -31,7 +31,7 @@ from ..annotating.replica_groups import first_rows_only
 from ..annotating.strategies import PipelinedExecution
 from ..enums import OutputMode, OverlapMode
 from ..logs import logger
-from ..nested_values import tensors_of
+from ..nested_values import parts_of, tensors_of
 from ..options import Options
 from . import compilation_log
 from .arguments import (
@@ -60,6 +60,7 @@ class RecordedCall:
     template: Template
     call: BoundCall
     forward_line: str
+    is_known: bool = False  # whether it yields what an earlier recording of the graph yields
 
     def holds(self, call: BoundCall) -> bool:
         """Return whether forward would read and yield the same in this call, whose graph is the same."""
@@ -74,9 +75,10 @@ class RecordedCall:
             if now.get(path) != part
         ] or [f"{path} is new" for path in now.keys() - was.keys()]
 
-    def changes(self, call: BoundCall) -> str:
-        """Return in words what has changed since this recording."""
-        return "; ".join([*map(str, self.reads.changed()), *self._changed_arguments(call)][:3])
+    def changes(self, call: BoundCall) -> tuple[str, set[str]]:
+        """Return in words what has changed since this recording, and the paths of changed values that forward reads."""
+        changed = self.reads.changed()
+        return "; ".join([*map(str, changed), *self._changed_arguments(call)][:3]), {r.path for r in changed}
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Executable:
 
     def changes(self, call: BoundCall) -> str:
         """Return in words how what forward reads in a call differs from the latest recording."""
-        return self.recordings[0].changes(call)
+        return self.recordings[0].changes(call)[0]
 
     def present_tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
@@ -121,8 +123,10 @@ class Executable:
         recording = new.recordings[0]
         joined = (each.template.joined(recording.template) for each in self.recordings)
         template = next((each for each in joined if each is not None), None)
-        self.recordings.appendleft(replace(recording, template=template or recording.template))
-        return template is not None
+        is_known = template is not None
+        template = template or recording.template
+        self.recordings.appendleft(replace(recording, template=template, is_known=is_known))
+        return is_known
 
     def check_recording(self, new: "Executable") -> None:
         """Raise Error if a recording with the same reads has another graph, or yields something else."""
@@ -223,6 +227,9 @@ def record_model(
                 device=settings.device,
                 given=call.in_words(samples),
                 beside=lambda: forward.template,
+                arguments=[
+                    (value, path) for path, value in call.constants.items() if parts_of(value) is None
+                ],
             )
     finally:
         options._execution_strategy.onEndTracing()

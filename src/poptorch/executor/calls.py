@@ -131,6 +131,7 @@ class Calls:
         elif plan is not before:
             plans.make_current(plan)
         plan.calls += 1
+        compilation.calls += 1
         try:
             if plan.engine is None:
                 compilation.attach()

@@ -33,7 +33,7 @@ from .optimizer_link import OptimizerLink
 from .wrapped_model import WrappedModel, return_weights, with_own_modes
 
 _CHECKED = {8**power for power in range(1, 20)}
-_MANY_RECORDINGS = 20  # with equal graphs; one more each epoch is no burden, and one each call is
+_EQUAL_RECORDINGS, _MANY_RECORDINGS = 3, 20
 
 
 class Compilation:
@@ -48,7 +48,12 @@ class Compilation:
         self.signature = inspect.signature(model.user.forward)
         self.unread = self.beside = frozenset[str]()
         self.count = 0  # of compiled plans, dropped ones included
-        self._recordings = 0  # with the graph of an earlier one
+        self.calls = 0  # runs of plans
+        self._recordings = 0  # with the graph of an earlier one, which yield something else beside tensors
+        # Paths of values that changed in the latest calls, with the number of equal recordings one after another.
+        self._streaks: dict[str, int] = {}
+        self._equal_at = 0  # number of the call with the latest of them
+        self._ignored: set[str] = set()  # paths of values that are compared no more
         self.seconds: float | None = None  # of the latest compilation
         self._return_hook: Any = None  # the handle of `return_weights`
         # Made before the first plan, to record the waits for a loader from now on.
@@ -72,23 +77,17 @@ class Compilation:
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             others = plans.plans_of(run.key)
-            changes = others[-1].executable.changes(run.call) if others else ""
+            latest = others[-1].executable.recordings[0] if others else None
+            changes, paths = ("", set[str]()) if latest is None else latest.changes(run.call)
             with self.flags.as_compiled():
                 earlier = [plan.executable for plan in plans.loaded]
                 found = compile_model(model, run, options, settings, done, earlier=earlier)
             self.flags.fix(found)
+            found.recordings[0].reads.drop(self._ignored)
             for plan in others:
                 if plan.executable is found:
                     logger.info("recorded again, with an equal graph: %s", changes)
-                    self._recordings += 1
-                    if self._recordings == _MANY_RECORDINGS:
-                        logger.warning(
-                            "forward was recorded %d times with an equal graph, which takes longer than a call; the"
-                            " latest time because %s\n"
-                            "  fix: don't read this value in forward; or pass it as a tensor, or keep it in a buffer",
-                            _MANY_RECORDINGS,
-                            changes,
-                        )
+                    self._note_equal_recording(found.recordings[0].is_known, paths, changes)
                     plans.make_current(plan)
                     return plan
             log_plan(found.plan, found.settings)
@@ -112,6 +111,28 @@ class Compilation:
                 what = "other parameters that are trained"
             logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
         return plan
+
+    def _note_equal_recording(self, is_known: bool, paths: set[str], changes: str) -> None:
+        """Compare values with these paths no more, which have changed in the latest three calls and gave equal
+        recordings. Warn once of values that have changed what forward yields beside tensors in many calls."""
+        is_next, self._equal_at = self.calls == self._equal_at + 1, self.calls
+        self._streaks = {path: 1 + self._streaks.get(path, 0) * is_next for path in paths if is_known}
+        if ignored := {path for path, count in self._streaks.items() if count == _EQUAL_RECORDINGS}:
+            logger.info(
+                "compared no more, since forward recorded the same three times: %s", listed(sorted(ignored))
+            )
+            self._ignored |= ignored
+            for recording in (each for plan in self.plans.loaded for each in plan.executable.recordings):
+                recording.reads.drop(ignored)
+        self._recordings += not is_known
+        if self._recordings == _MANY_RECORDINGS and not is_known:
+            logger.warning(
+                "forward was recorded %d times with an equal graph, which takes longer than a call; the latest time"
+                " because %s\n"
+                "  fix: return and log such values as they are, and make texts of them after the call",
+                _MANY_RECORDINGS,
+                changes,
+            )
 
     def check_recording(self, plan: LoadedPlan, run: Run) -> None:
         """In calls 8, 64, 512, ... of a plan record forward again. Raise Error, and remove all plans, if it differs."""
@@ -145,6 +166,7 @@ class Compilation:
                 if plan.executable.graph_code() == new.graph_code():
                     names = listed(sorted(changed))
                     logger.info("recorded again, with an equal graph, for other values of %s", names)
+                    new.recordings[0].reads.drop(self._ignored)
                     if plan.executable.add_recording(new):
                         self.unread |= changed
                     else:

@@ -468,16 +468,17 @@ CREATED = {
 
 
 @pytest.mark.parametrize("name", CREATED)
-def test_what_forward_makes_has_the_dtype_of_its_compilation(name):
+def test_what_forward_makes_has_the_default_dtype_of_the_call(name):
     make = CREATED[name]
-    # 0 in float32, 1 in float64
-    executor = poptorch.inferenceModel(lambda x: ((make() * 0 + 1 + 1e-9) - 1) * 1e9 + x.half())
-    x = torch.ones(2)
+    # 1 in float32, 2 in float64
+    forward = lambda x: ((make() * 0 + 1 + 1e-9) - 1) * 1e9 + x.half()  # noqa: E731
+    executor, x = poptorch.inferenceModel(forward), torch.ones(2)
     expected = executor(x)
     torch.set_default_dtype(torch.float64)
     try:
-        found = executor(x)
+        found, plain = executor(x), forward(x)
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.dtype == expected.dtype
-    assert torch.equal(found, expected)
+    assert torch.equal(found, plain.float())
+    assert torch.equal(executor(x), expected)

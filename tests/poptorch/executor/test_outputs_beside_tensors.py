@@ -206,7 +206,7 @@ def test_an_argument_in_what_forward_returns_is_the_present_one(name, training):
 def test_an_argument_that_forward_hands_through_is_the_object_of_the_call():
     executor = poptorch.inferenceModel(Model(lambda m, y, ids, n: (y, {"id": ids, "n": n})), options())
     found, handle = captures()
-    for n in range(12):
+    for n in range(7):  # the eighth call records forward again, to compare
         ids = [f"m{n}"]
         assert executor(X, ids, n)[1]["id"] is ids
     handle.remove()

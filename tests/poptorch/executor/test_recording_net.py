@@ -1,10 +1,14 @@
 """What forward reads and can't be followed is an error at calls 8, 64, 512, ... of a plan, which records it again."""
 
+import argparse
 import configparser
 import multiprocessing
 import os
 import random
 import sys
+import threading
+import weakref
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -15,6 +19,10 @@ import poptorch
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 SHARED = multiprocessing.Value("d", 2.0)
+VARIABLE = ContextVar("scale", default=2.0)
+LOCAL, HELD = threading.local(), argparse.Namespace(scale=2.0)
+WEAK = weakref.ref(HELD)
+SCALE = 2.0
 CONFIG = configparser.ConfigParser()
 CONFIG["model"] = {"scale": "2.0"}
 
@@ -45,6 +53,14 @@ PLACES = {
     "file": (read_file, write_file),
     "shared memory": (lambda: SHARED.value, lambda path: setattr(SHARED, "value", 5.0)),
     "arguments of the program": (lambda: len(sys.argv), lambda path: sys.argv.append("more")),
+    "environment": (
+        lambda: os.environ["PANDO_TEST_SCALE"],
+        lambda path: os.environ.update(PANDO_TEST_SCALE="5"),
+    ),
+    "context variable": (lambda: VARIABLE.get(), lambda path: VARIABLE.set(5.0)),
+    "thread local": (lambda: LOCAL.scale, lambda path: setattr(LOCAL, "scale", 5.0)),
+    "weak reference": (lambda: WEAK().scale, lambda path: setattr(HELD, "scale", 5.0)),
+    "global by its name": (lambda: globals()["SCA" + "LE"], lambda path: globals().update(SCALE=5.0)),
     "ConfigParser": (lambda: CONFIG["model"]["scale"], lambda path: CONFIG.set("model", "scale", "5.0")),
 }
 
@@ -55,7 +71,10 @@ def places_as_before(tmp_path, monkeypatch):
     path.write_text("2.0")
     monkeypatch.setenv("PANDO_TEST_FILE", str(path))
     monkeypatch.setattr(sys, "argv", ["program"])
-    SHARED.value = 2.0
+    monkeypatch.setenv("PANDO_TEST_SCALE", "2")
+    VARIABLE.set(2.0)
+    SHARED.value = LOCAL.scale = HELD.scale = 2.0
+    globals().update(SCALE=2.0)
     CONFIG.set("model", "scale", "2.0")
     return path
 

@@ -8,7 +8,6 @@ import dis
 import pickle
 import random
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -45,8 +44,7 @@ class Draws:
             with contextlib.suppress(NotImplementedError):  # of the system
                 self._generators.append((value, pickle.dumps(value), user_line()))
             return True
-        is_iterator = isinstance(value, Iterator) and is_opaque(type(value))
-        if not is_iterator or isinstance(value, weakref.ProxyTypes):
+        if not isinstance(value, Iterator) or not is_opaque(type(value)):
             return False
         self.lines.setdefault(user_line(), f"the next item of {path}")
         return True

@@ -1,23 +1,19 @@
 """Noting: find the values that a forward reads from Python while it is recorded (see `reads.py`).
 
 `__getattribute__` of modules, and of the classes of objects that a forward reads, is replaced by a function that notes.
-Of the functions that run, globals, outer variables, default values and attributes of classes are noted by the names in
-their code. Containers are noted as a whole.
+Of the functions that run, code, globals, outer variables, default values and attributes of classes are noted by the
+names in their code. Containers are noted as a whole, without items that no function reads.
 """
 
 import array
 import contextlib
 import functools
-import gc
-import os
 import sys
-import threading
 import types
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy
@@ -28,33 +24,49 @@ from ...torch_private import FakeTensor
 from .current_capture import Capture, active
 from .draws import Draws
 from .graph_recorder import CaptureRecorder
-from .reads import CLASS, LENGTH, MISSING, MOST_ITEMS, Read, Reads, contents_of, layout_of
+from .reads import MISSING, Read, Reads, flat_items, layout_of, same_items
 from .user_code import (
-    LOOKUPS,
     PANDO,
+    WHOLE,
     globals_in,
     is_opaque,
     is_opaque_module,
     is_users,
-    loaded_names,
     names_in,
     package_of,
     user_line,
+    uses_in,
 )
 from .watching import watch_class
 
 # Modes are fixed by the first compilation; the others are bound by name, or change while forward is recorded.
 _NOT_NOTED = {"training", "_parameters", "_buffers", "_compiled_call_impl"}
 _NOT_NOTED |= {"_flat_weights", "_flat_weight_refs"}
-_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-# Methods, partial functions and wrappers, and their attributes, which can't be set or are seldom set.
+# Parts of functions, methods, partial functions and wrappers, which can be set or have attributes.
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__func__", "__self__")
+_PARTS += ("func", "args", "keywords", "fget", "__wrapped__")
 _CACHED = type(functools.cache(len))
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, partial, functools.partialmethod, property, _CACHED)
-_PARTS_OF_FUNCTIONS = ("__func__", "__self__", "func", "args", "keywords", "fget", "__wrapped__")
-_MUTABLE = {bytearray: bytes, memoryview: bytes, array.array: bytes, set: frozenset}  # compared as the other
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_READ_ENVIRONMENT = type(os.environ).__getitem__.__code__
-_DEFAULTS = "the default values of"
+# Values that change in place, and what they are compared as.
+_VIEWS: dict[type, Callable[[Any], Any]] = {kind: bytes for kind in (bytearray, memoryview, array.array)}
+_VIEWS |= {set: frozenset, numpy.ndarray: numpy.copy}
+_CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
+_HELD = (*_CONTAINERS, types.SimpleNamespace)  # of which all items are noted
+_OF_ITEMS = {len, tuple, same_items, *(kind.__getitem__ for kind in _CONTAINERS)}
+_PLAIN = (bool, int, float, complex, str, bytes, NoneType)
+_MOST_ITEMS = 1000  # of a container; above it, plain items are compared as a whole
+
+
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+_SHELVES = [lambda m, name=name: vars(m)[name] for name in ("_modules", "_buffers", "_parameters")]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _dictionary_of(value: Any) -> dict[str, Any]:
+    return object.__getattribute__(value, "__dict__")
 
 
 class Noting(TorchFunctionMode):
@@ -67,30 +79,33 @@ class Noting(TorchFunctionMode):
         self.lines: dict[str, str] = {}  # by path, the user's line that sets a value after it was read
         self.draws = Draws()
         self._capture: Capture | None = None
-        self._known: dict[int, tuple[Any, str]] = {id(m): (m, name) for name, m in module.named_modules()}
+        # Objects that forward has reached, by id, with their paths, and the reads that have found them.
+        self._known: dict[int, tuple[Any, str, Read | None]] = {
+            id(m): (m, name, None) for name, m in module.named_modules()
+        }
         self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
-        self._ran: dict[types.CodeType, set[Any]] = {}  # with the classes of their first argument
-        self._scopes: list[tuple[dict[str, Any], frozenset[str]]] = []  # globals and names of the functions
+        self._ran: dict[types.CodeType, None] = {}
+        self._names: frozenset[str] = frozenset()  # in the functions that ran
         self._classes: dict[type, frozenset[str]] = {}  # that were met, with the names of their attributes
-        self._new_classes: list[type] = []
         self._module_class = type("WatchedModule", (types.ModuleType,), {})
-        self._tensors: list[tuple[Tensor, Read]] = []
-        self._containers: list[tuple[str, int, int]] = []  # path, and the range of the container's reads
-        self._unknown: list[types.CodeType] = []  # of functions that ran and were not read
+        self._tensors: list[Read] = []
         self._undo = contextlib.ExitStack()
         self._on_event = self._note_event
 
     @contextlib.contextmanager
-    def of(self, capture: Capture) -> Iterator[None]:
-        """Note the reads of the body, the forward of a capture."""
+    def of(self, capture: Capture, arguments: Iterable[tuple[Any, str]]) -> Iterator[None]:
+        """Note the reads of the body, the forward of a capture. `arguments`: objects that are passed to forward, with
+        their paths."""
         self._capture = capture
         profiles = sys.getprofile() is None  # a profiler of the program's stays
         with self._undo:
-            self._watch_class(nn.Module)
-            self.note_functions([hook for hook, _ in capture.stand_ins.hooks], type(None))
+            watch_class(nn.Module, self, self._undo)
+            for value, path in (*arguments, *capture.stand_ins.hooks):
+                self._add(Read(path, _itself, value))
+            self.note_functions(hook for hook, _ in capture.stand_ins.hooks)
             for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
-                self._note_items(vars(real), name, ".")
+                self._note_items(vars(real), name, None, dot=".")
             self._on_event = self._note_event if profiles else None
             with self:
                 sys.setprofile(self._on_event) if profiles else None
@@ -108,49 +123,70 @@ class Noting(TorchFunctionMode):
         finally:
             sys.setprofile(self._on_event)
 
-    def finish(self, recorder: CaptureRecorder) -> Reads:
+    def finish(self, recorder: CaptureRecorder, returned: Iterable[Tensor]) -> Reads:
         """Return the reads. Plain tensors that are constants of the graph are bound by its keys, unless forward has
-        read their values."""
-        if any(names & LOOKUPS for _, names in self._scopes):
-            for scope, names in self._scopes:
-                self._note_names(scope, names)
-        self._note_new_classes()
+        read their values. `returned`: tensors that forward returns as they are."""
+        self._drop_unused_items()
+        owners = {read.parent for read in self.reads.all if read.get is not type}
+        places = Counter(id(read.value) for read in self.reads.all)
+        for read in self.reads.all:  # an object in two places is no content of one
+            read.is_content &= read in owners and places[id(read.value)] == 1
         keys = {id(value): key for key, value in recorder.constants.items()}
-        contents = set(map(id, recorder.values_read))
-        returned = set(map(id, self._capture.returned)) if self._capture is not None else ()
-        loaded = [*map(loaded_names, self._ran)]
-        appended = frozenset().union(*(a for a, _ in loaded)) - frozenset().union(*(r for _, r in loaded))
-        unread = [range(i, j) for path, i, j in self._containers if path.rpartition(".")[2] in appended]
-        hidden = {number for numbers in unread for number in numbers}
-        self.reads.all = [read for number, read in enumerate(self.reads.all) if number not in hidden]
-        for value, read in self._tensors:
-            find = read.finder()
+        contents, as_they_are = set(map(id, recorder.values_read)), set(map(id, returned))
+        for read in self._tensors:
+            value = read.value
             if id(value) in contents:
-                read.get, read.value = find, value.detach().clone()
+                read.view = lambda value: value.detach().clone()
             elif id(value) in keys:
-                self.reads.tensors[keys[id(value)]] = find
-                read.get, read.value = (lambda find=find: layout_of(find())), layout_of(value)
-            elif id(value) in returned:  # the template has this tensor
-                read.get, read.value = (lambda find=find: id(find())), id(value)
+                self.reads.tensors[keys[id(value)]] = read.found
+                read.view = layout_of
+            elif id(value) in as_they_are:  # the template has this tensor
+                read.view = id
             elif recorder.stand_in_of(value) is value:  # not used, but perhaps compared with None
-                read.get, read.value = (lambda find=find: type(find())), type(value)
-        inner = {value for code in self._ran for value in code.co_consts if isinstance(value, types.CodeType)}
-        unknown = [code for code in self._unknown if code not in inner]  # not made by forward itself
-        for function in gc.get_referrers(*unknown) if unknown else ():
-            if isinstance(function, types.FunctionType):
-                self._note_variables(function)
+                read.view = type
+            if read.view is not None:
+                read.value = read.view(value)  # as it was noted: forward may have replaced it
         self.draws.finish(self._ran)
         return self.reads
 
+    def _drop_unused_items(self) -> None:
+        """Leave out items of dictionaries and namespaces that no function reads, such as `history` beside
+        `self.table["scale"]`, and all items of lists that functions only append to."""
+        uses: defaultdict[str, set[Any]] = defaultdict(set)
+        for code in self._ran:
+            for name, used in uses_in(code).items():
+                uses[name] |= used
+        kept, unused = list[Read](), set[Read]()
+        for read in self.reads.all:
+            used, parent = {WHOLE}, read.parent
+            if parent is not None and isinstance(parent.value, _HELD):
+                used = uses.get(parent.path.rpartition(".")[2], used)
+            if read.parent in unused or (not used and read.get in _OF_ITEMS):
+                unused.add(read)
+            elif WHOLE in used or read.get not in _OF_ITEMS or not isinstance(read.args[0], dict):
+                kept.append(read)
+            elif read.get is dict.__getitem__:
+                (kept.append if read.args[1] in used else unused.add)(read)
+            else:  # of all items: in place of it, the used ones that have no read
+                flat, is_flat = (read.args[1], True) if read.get is same_items else ([], False)
+                before = dict(zip(flat[: len(flat) // 2], flat[len(flat) // 2 :], strict=True))
+                absent = used.difference(read.value if read.get is tuple else ())
+                part = partial(Read, parent=read.parent, locate=read.locate)
+                for key in used & before.keys() if is_flat else absent:
+                    kept.append(part(f"{read.path}[{key!r}]", dict.get, read.args[0], key, MISSING))
+                    kept[-1].value = before.get(key, MISSING)
+        self.reads.all, self._tensors = kept, [read for read in self._tensors if read not in unused]
+
     def containers(self) -> list[tuple[Any, str]]:
         """Return the containers that forward has read, with their paths, without default values of arguments."""
-        known = [pair for pair in self._known.values() if isinstance(pair[0], dict | list | deque)]
-        return [(value, path) for value, path in known if not path.startswith(_DEFAULTS)]
+        known = [pair[:2] for pair in self._known.values() if isinstance(pair[0], dict | list | deque)]
+        return [
+            (value, path)
+            for value, path in known
+            if "__defaults__" not in path and "__kwdefaults__" not in path
+        ]
 
     # ---- attributes ----------------------------------------------------------------------------------------
-
-    def _watch_class(self, kind: type) -> bool:
-        return watch_class(kind, self, self._undo)
 
     def is_noting(self) -> bool:
         """Return whether the calling code runs in the forward that is recorded."""
@@ -158,14 +194,17 @@ class Noting(TorchFunctionMode):
 
     def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
         """Note that an attribute is `value`. `is_plain`: the class has no `__getattribute__` of its own."""
-        if (known := self._known.get(id(owner))) is None:
+        known = self._known.get(id(owner))
+        if known is None or name in _NOT_NOTED or (id(owner), name) in self._done:
             return
-        if name == "__dict__":
-            # Of modules torch reads it often.
-            if not isinstance(owner, nn.Module) or is_users(sys._getframe(2).f_code.co_filename):
-                self._note_items(value, known[1], ".")
-        elif (id(owner), name) not in self._done and name not in _NOT_NOTED and not name.startswith("__"):
-            self._note_attribute(owner, name, value, is_plain, f"{known[1]}.{name}".lstrip("."))
+        if name[:2] != "__":
+            self._note_attribute(owner, name, value, is_plain, *known[1:])
+        # Of modules torch reads it often.
+        elif name == "__dict__" and (
+            not isinstance(owner, nn.Module) or is_users(sys._getframe(2).f_code.co_filename)
+        ):
+            self._done.add((id(owner), name))
+            self._note_items(value, *known[1:], _dictionary_of, ".")
 
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
@@ -179,161 +218,151 @@ class Noting(TorchFunctionMode):
                 self.lines.setdefault(path, user_line())
             self._done.add((id(owner), name))
             if isinstance(owner, nn.Module) and name not in _NOT_NOTED and self._capture is not None:
-                self._capture.written[path] = vars(owner), name
+                self._capture.written[path] = _dictionary_of(owner), name
 
     def _watch_module(self, module: types.ModuleType) -> None:
         """Note reads of a module's attributes, until the end."""
         if is_opaque_module(vars(module)) or id(module) in self._known:
             return
-        self._known[id(module)] = module, module.__name__
+        self._known[id(module)] = module, module.__name__, None
         if type(module) is types.ModuleType:
             module.__class__ = self._module_class
             self._undo.callback(setattr, module, "__class__", types.ModuleType)
-        self._watch_class(type(module))
+        watch_class(type(module), self, self._undo)
 
-    def _note_attribute(self, owner: Any, name: str, value: Any, is_plain: bool, path: str) -> None:
+    def _note_attribute(
+        self, owner: Any, name: str, value: Any, is_plain: bool, path: str, parent: Read | None
+    ) -> None:
         """Note an attribute that was neither read nor written before."""
         if package_of(value) in PANDO or isinstance(value, FakeTensor):
             return
-        own: dict[str, Any] = {}
-        with contextlib.suppress(AttributeError):  # it has slots
-            own = object.__getattribute__(owner, "__dict__")
-        shelves = [own]
-        if isinstance(owner, nn.Module):
-            if name in vars(nn.Module) and name != "forward":
-                return
-            if value is MISSING:  # `__getattr__` looks there
-                shelves += [own["_modules"], own["_buffers"], own["_parameters"]]
+        if isinstance(owner, nn.Module) and name in vars(nn.Module) and name != "forward":
+            return
         self._done.add((id(owner), name))
-        if (id(owner), CLASS) not in self._done and not isinstance(owner, types.ModuleType):
-            self._done.add((id(owner), CLASS))
-            what = f"the class of {self._known[id(owner)][1] or 'the model'}"
-            self.reads.all.append(Read(what, "", owner, CLASS, type(owner)))
-        for shelf in shelves:
-            if name in shelf:
-                if name in _HOOKS and not shelf[name]:  # of most layers; the dictionary is never replaced
-                    self.reads.all.append(Read(path, "", shelf[name], LENGTH, ()))
-                else:
-                    self._add(Read(path, "", shelf, name, shelf[name]))
+        note = partial(Read, f"{path}.{name}".lstrip("."), parent=parent)
+        if (id(owner), type) not in self._done and not isinstance(owner, types.ModuleType):
+            self._done.add((id(owner), type))
+            self.reads.all.append(Read(path or "the model", type, owner, parent=parent, locate=_itself))
+        shelves: list[Callable[[Any], Any]] = []
+        with contextlib.suppress(AttributeError):  # it has slots
+            own = _dictionary_of(owner)
+            if name in _HOOKS and not own.get(name, True):  # of most layers; the dictionary is never replaced
+                self.reads.all.append(note(len, own[name], locate=lambda m: vars(m)[name]))
                 return
-        in_class = self._note_class(type(owner), {name}, f"{type(owner).__name__}.")
+            shelves = [_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ())]
+        found = [locate for locate in shelves if name in locate(owner)][:1]
+        shelves = found or (shelves if value is MISSING else shelves[:1])
+        in_class = self._note_class(type(owner), {name})
         if not hasattr(in_class, "__get__") and not (is_plain and in_class is value):
             in_class = MISSING
         if value is MISSING or not hasattr(in_class, "__set__"):
-            for shelf in shelves:
-                self._add(Read(path, "", shelf, name, MISSING))
+            for locate in shelves:
+                self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
+                if name in locate(owner):
+                    return
         if value is not MISSING and (in_class is MISSING or isinstance(in_class, types.MemberDescriptorType)):
             # From a slot, or by a `__getattribute__` of its own.
-            self._add(Read(path, "", owner, name, value, partial(getattr, owner, name)))
+            self._add(note(getattr, owner, name, locate=_itself))
 
-    def _note_class(self, kind: type, names: Iterable[str], prefix: str) -> Any:
-        """Note these attributes of a class, and return the last one that is found, or MISSING."""
+    def _note_class(self, kind: type, names: Iterable[str]) -> Any:
+        """Note these attributes of a class and its bases, and return the last one that is found, or MISSING."""
         found = MISSING
         for name in names:
             for base in kind.__mro__:
                 if base in (nn.Module, object):
                     break
-                if name in vars(base):
-                    found = vars(base)[name]
+                own = vars(base)
                 if (id(base), name) not in self._done:
                     self._done.add((id(base), name))
-                    self._add(Read(f"{prefix}{name}", "", vars(base), name, vars(base).get(name, MISSING)))
-                if name in vars(base):
+                    self._add(Read(f"{kind.__name__}.{name}", types.MappingProxyType.get, own, name, MISSING))
+                if name in own:
+                    found = own[name]
                     break
         return found
 
     def _note_class_value(self, kind: type) -> None:
         """Note the attributes of a class that functions name, which have run or will run."""
-        if kind in self._classes or is_opaque(kind):
-            return
-        own = kind.__mro__[: next(n for n, base in enumerate(kind.__mro__) if base in (nn.Module, object))]
-        names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
-        self._classes[kind] = names
-        self._new_classes.append(kind)
-
-    def _note_new_classes(self) -> None:
-        while self._new_classes:
-            kind = self._new_classes.pop()
-            for code in list(self._ran):
-                self._note_class(kind, self._classes[kind] & names_in(code), f"{kind.__name__}.")
+        if kind not in self._classes and not is_opaque(kind):
+            own = kind.__mro__[
+                : next(n for n, base in enumerate(kind.__mro__) if base in (nn.Module, object))
+            ]
+            names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
+            self._classes[kind] = names
+            self._note_class(kind, names & self._names)
 
     # ---- values --------------------------------------------------------------------------------------------
 
     def _add(self, read: Read) -> None:
-        """Note a read, and what its value contains."""
-        if isinstance(read.value, FakeTensor) or package_of(read.value) in PANDO:
+        """Note a read, and what its value contains: items, or attributes when they are read."""
+        value = read.value
+        if isinstance(value, FakeTensor) or package_of(value) in PANDO:
             return
         self.reads.all.append(read)
-        self._look_into(read)
-
-    def _look_into(self, read: Read) -> None:
-        """Note what the value of a read contains: items, or attributes when they are read."""
-        value, path = read.value, read.path
-        if isinstance(value, _PLAIN):
+        if value is MISSING or type(value) in _PLAIN:
             return
-        if isinstance(value, set | frozenset):
-            for item in value:
-                self._look_into(Read(f"an item of {path}", "", None, None, item, lambda item=item: item))
         if isinstance(value, types.ModuleType):
             self._watch_module(value)
         elif isinstance(value, type):
             self._note_class_value(value)
         elif isinstance(value, Tensor):
-            self._tensors.append((value, read))
-        elif freeze := _MUTABLE.get(type(value)):
-            find = read.finder()
-            read.get, read.value = (lambda: freeze(find())), freeze(value)
-        elif isinstance(value, numpy.ndarray):
-            read.get, read.value = read.finder(), value.copy()
-        elif value is not MISSING and id(value) not in self._known:
-            self._known[id(value)] = value, path
-            self._look_into_object(value, path)
+            self._tensors.append(read)
+        elif id(value) not in self._known:
+            self._known[id(value)] = value, read.path, read
+            self._look_into(value, read)
+        elif self._known[id(value)][2] is None:  # a layer
+            self._known[id(value)] = value, self._known[id(value)][1], read
+            read.is_content = _is_without_weights(value)
 
-    def _look_into_object(self, value: Any, path: str) -> None:
-        if not isinstance(value, nn.Module):
-            self._note_class_value(type(value))
-        if isinstance(value, types.FunctionType):
-            self._functions.setdefault(value.__code__, []).append(value)
-            if value.__code__ in self._ran:
-                self._note_variables(value)
-        elif isinstance(value, dict | list | tuple | deque | types.MappingProxyType):
-            self._note_items(value, path)
-        elif type(value) is threading.local:
-            self._note_items(vars(value), path, ".")
-        elif isinstance(value, weakref.ref):
-            self._look_into(Read(f"{path}()", "", None, None, value(), value))
-        elif isinstance(value, ContextVar):
-            read = Read(path, "", value, 0, MISSING, value.get)
-            read.value = read.present()
-            self._add(read)
-        elif self.draws.note_source(value, path):
-            pass
-        elif isinstance(value, nn.Module):
-            pass  # its attributes are noted when they are read
+    def _look_into(self, value: Any, read: Read) -> None:
+        """Note the content of the value of a read."""
+        kind = type(value)
+        view = next((view for viewed, view in _VIEWS.items() if isinstance(value, viewed)), None)
+        read.is_content = view is not None or isinstance(value, (*_HELD, *_WRAPPERS))
+        if view is not None:
+            self.reads.all.append(Read(read.path, _itself, value, parent=read, locate=_itself, view=view))
+            for item in value if isinstance(value, set) else ():
+                self._add(Read(f"an item of {read.path}", _itself, item, parent=read))
+        elif isinstance(value, _CONTAINERS):
+            self._note_items(value, read.path, read)
+        elif isinstance(value, types.FunctionType):
+            self._meet_function(value)
         elif isinstance(value, _WRAPPERS):
-            parts = [getattr(value, name) for name in _PARTS_OF_FUNCTIONS if hasattr(value, name)]
-            self._note_items(tuple(parts), path)
+            self._note_parts(value, read)
             if isinstance(value, _CACHED):  # it may know its result, and not run
-                self.note_functions([value.__wrapped__], type(None))
-        elif not is_opaque(type(value)) and not self._watch_class(type(value)):
-            self._note_items(getattr(value, "__dict__", {}), path, ".")
+                self.note_functions([value.__wrapped__])
+        elif isinstance(value, nn.Module):
+            read.is_content = _is_without_weights(value)
+        elif not self.draws.note_source(value, read.path) and not is_opaque(kind):
+            read.is_content |= not isinstance(value, _PLAIN)
+        if not is_opaque(kind):
+            self._note_class_value(kind)
+            if not watch_class(kind, self, self._undo) and hasattr(value, "__dict__"):
+                self._note_items(_dictionary_of(value), read.path, read, _dictionary_of, ".")
 
-    def _note_items(self, container: Any, path: str, dot: str = "") -> None:
-        """Note the items of a container."""
-        where, first = user_line() if container else "", len(self.reads.all)
-        self.reads.all.append(Read(path, where, container, LENGTH, contents_of(container)))
-        kinds = (kind for kind in (dict, list, tuple, deque) if isinstance(container, kind))
-        base: Any = next(kinds, type(container))  # a subclass may make its items at each access
-        is_plain = type(container).__getitem__ is base.__getitem__
-        items = base.items(container) if hasattr(base, "items") else enumerate(base.__iter__(container))
-        skipped = _PLAIN if len(container) > MOST_ITEMS else ()  # `contents_of` has them
+    def _note_items(
+        self,
+        container: Any,
+        path: str,
+        parent: Read | None,
+        locate: Callable[[Any], Any] = _itself,
+        dot: str = "",
+    ) -> None:
+        """Note the items of a container, of the value of the read `parent`; `locate` finds it there."""
+        part = partial(Read, path, parent=parent, locate=locate, where=user_line() if container else "")
+        mapping = isinstance(container, dict | types.MappingProxyType)
+        self.reads.all.append(part(tuple if mapping and container else len, container))
+        kinds = (kind for kind in _CONTAINERS if isinstance(container, kind))
+        base: Any = next(kinds)  # a subclass may make its items at each access
+        items = base.items(container) if mapping else enumerate(base.__iter__(container))
+        skipped = ()
+        if len(container) > _MOST_ITEMS:
+            skipped = _PLAIN
+            flat = flat_items(container)
+            self.reads.all.append(part(same_items, container, flat, {*map(type, flat)}))
         for key, item in items:
-            if isinstance(item, skipped) or (dot and key in _NOT_NOTED):
-                continue
-            get = None if is_plain else partial(base.__getitem__, container, key)
-            name = f"{path}.{key}" if dot else f"{path}[{key!r}]"
-            self._add(Read(name, where, container, key, item, get))
-        self._containers.append((path, first, len(self.reads.all)))
+            if not isinstance(item, skipped) and not (dot and key in _NOT_NOTED):
+                name = f"{path}.{key}".lstrip(".") if dot else f"{path}[{key!r}]"
+                self._add(Read(name, base.__getitem__, container, key, parent=parent, locate=locate))
 
     # ---- functions -----------------------------------------------------------------------------------------
 
@@ -342,69 +371,95 @@ class Noting(TorchFunctionMode):
         code = frame.f_code
         if active.get() is not self._capture:
             return
-        if code is _READ_ENVIRONMENT and event == "call":
-            key = frame.f_locals["key"]
-            if (id(os.environ), key) not in self._done:
-                self._done.add((id(os.environ), key))
-                find = partial(os.environ.get, key, MISSING)
-                self._add(Read(f"os.environ[{key!r}]", user_line(), None, None, find(), find))
         # A method that dataclasses have made has no file, but its module's globals.
         if event == "call" and is_users(code.co_filename) and not is_opaque_module(frame.f_globals):
-            self._note_new_classes()
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             self.note_function(code, frame.f_globals, first if isinstance(first, type) else type(first))
+            if isinstance(first, type):
+                self.note_function(code, frame.f_globals, type(first))
         elif event == "c_call":
             self.draws.note_call(code, argument)
 
-    def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type) -> None:
-        """Note globals, outer variables and defaults of a function that runs, and attributes of the class `kind`."""
-        kinds = self._ran.setdefault(code, set())
-        if kind in kinds:
+    def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type = NoneType) -> None:
+        """Note what a function reads that runs, and attributes of the class `kind` of its first argument."""
+        self._note_class_value(kind)
+        if code in self._ran:
             return
-        names = names_in(code)
-        if not kinds:
-            self._scopes.append((scope, names))
-            self._note_names(scope, names if names & LOOKUPS else globals_in(code))
-            for function in self._functions.get(code, ()):
-                self._note_variables(function)
-            if code not in self._functions and {*code.co_freevars} - {"__class__"}:
-                self._unknown.append(code)
-            for known, own in list(self._classes.items()):
-                self._note_class(known, names & own, f"{known.__name__}.")
-        kinds.add(kind)
-        if not is_opaque(kind):
-            self._note_class(kind, names, f"{kind.__name__}.")
+        self._ran[code] = None
+        self._note_names(scope, globals_in(code))
+        new = names_in(code) - self._names
+        self._names |= new
+        for known, own in list(self._classes.items()):
+            self._note_class(known, new & own)
+        for function in self._functions.get(code) or _methods_with(code, kind):
+            self._note_function_parts(function)
 
-    def note_functions(self, functions: Iterable[Any], kind: type) -> None:
+    def note_functions(self, functions: Iterable[Any], kind: type = NoneType) -> None:
         """Note what functions, or methods of the class `kind`, read that run where the profile function is off."""
         for function in functions:
             if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
-                self._functions.setdefault(function.__code__, []).append(function)
+                self._meet_function(function)
                 self.note_function(function.__code__, function.__globals__, kind)
 
+    def _meet_function(self, function: Any) -> None:
+        """Note a function that may run, and the functions that it wraps."""
+        while isinstance(function, types.FunctionType):
+            self._functions.setdefault(function.__code__, []).append(function)
+            if function.__code__ in self._ran:
+                self._note_function_parts(function)
+            function = getattr(function, "__wrapped__", None)
+
     def _note_names(self, scope: dict[str, Any], names: frozenset[str]) -> None:
-        """Note the names that are found in a module's globals; of a class among them, its attributes."""
+        """Note the names that are found in a module's globals."""
         for name in names & scope.keys():
-            value = scope[name]
-            if (id(scope), name) in self._done or package_of(value) in PANDO:
-                continue
-            self._done.add((id(scope), name))
-            self._add(Read(name, "", scope, name, value))
-            if isinstance(value, types.FunctionType):
-                self._note_items(vars(value), name, ".") if vars(value) else None
+            if (id(scope), name) not in self._done:
+                self._done.add((id(scope), name))
+                self._add(Read(name, dict.get, scope, name, MISSING))
         for name in names:  # imported by the function itself
             for module in (sys.modules.get(name), sys.modules.get(f"{scope.get('__package__')}.{name}")):
                 if isinstance(module, types.ModuleType):
                     self._watch_module(module)
 
-    def _note_variables(self, function: types.FunctionType) -> None:
-        """Note the outer variables and default values of a function, and its attributes."""
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not bound yet
-                find = lambda cell=cell: cell.cell_contents  # noqa: E731
-                self._add(Read(name, "", cell, name, find(), find))
-        for values in (function.__defaults__, function.__kwdefaults__):
-            if values:
-                self._note_items(values, f"{_DEFAULTS} {function.__name__}")
+    def _note_function_parts(self, function: types.FunctionType) -> None:
+        """Note the code, outer variables and default values of a function, and its attributes."""
+        *_, read = self._known.get(id(function), (None,))
+        if read is not None:
+            read.is_content = True
+        self._note_parts(function, read)
+        for index, (name, cell) in enumerate(
+            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        ):
+            variable = Read(
+                name,
+                getattr,
+                cell,
+                "cell_contents",
+                parent=read,
+                locate=lambda f, index=index: f.__closure__[index],
+            )
+            if variable.value is not MISSING:  # bound
+                self._add(variable)
         if vars(function):
-            self._note_items(vars(function), function.__name__, ".")
+            self._note_items(vars(function), function.__name__, read, vars, ".")
+
+    def _note_parts(self, value: Any, read: Read | None) -> None:
+        for name in _PARTS:
+            if hasattr(value, name):
+                path = f"{value.__name__}.{name}" if read is None else f"{read.path}.{name}"
+                self._add(Read(path, getattr, value, name, parent=read, locate=_itself))
+
+
+def _is_without_weights(layer: nn.Module) -> bool:
+    own = _dictionary_of(layer)
+    return not (own["_modules"] or own["_parameters"] or own["_buffers"])
+
+
+def _methods_with(code: types.CodeType, kind: type) -> Iterator[types.FunctionType]:
+    """Yield the methods of a class that run a code; the functions that wrap them do not count."""
+    for base in kind.__mro__:
+        method = vars(base).get(code.co_name)
+        method = getattr(method, "fget", getattr(method, "__func__", method))
+        while method is not None:
+            if getattr(method, "__code__", None) is code:
+                yield method
+            method = getattr(method, "__wrapped__", None)

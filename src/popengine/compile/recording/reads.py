@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import starmap
-from types import MethodType
+from types import CodeType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy
@@ -21,53 +21,62 @@ from torch.fx.node import map_arg
 from ...ir import Graph
 from ...torch_private import FakeTensor, tree_leaves
 from .graph_recorder import empty_like, is_pure, run_node, sources_of
+from .user_code import is_opaque
 
 # Of no package: noting leaves out objects of ours.
 MISSING: Any = type("Missing", (), {"__module__": "", "__repr__": lambda self: "missing"})()
-LENGTH, CLASS = object(), object()  # the keys of `contents_of` a container, and of an object's class
-MOST_ITEMS = 1000  # of a container; above it, plain items are compared as a whole
 aten = torch.ops.aten
 # Operations that read no values of their operands.
 _READS_LAYOUT = (
     *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 )
-_COMPARED = (bool, int, str, bytes, frozenset, torch.dtype, torch.device, MethodType, numpy.generic)
 
 
-@dataclass(slots=True, eq=False)
 class Read:
-    """A value that forward has read: an item, the length or the class of `owner`, or what `get` returns."""
+    """A value that forward has read: the `view` of what `get(*args)` returns, or MISSING if it raises.
 
-    path: str  # for messages, such as "layer.scale"
-    where: str  # the user's line, if it is known
-    owner: Any
-    key: Any
-    value: Any  # MISSING: the owner had no such item
-    get: Callable[[], Any] | None = None
+    If it `is_content`, another object of its class with equal parts counts as the same: those reads whose `parent` is
+    this one. Their `locate` returns the first of their `args` for another such object.
+    """
 
-    def present(self) -> Any:
-        """Return the value of now; MISSING if there is none."""
+    __slots__ = ("args", "get", "is_content", "locate", "parent", "path", "value", "view", "where")
+
+    def __init__(
+        self,
+        path: str,
+        get: Callable[..., Any],
+        *args: Any,
+        parent: Read | None = None,
+        locate: Callable[[Any], Any] | None = None,
+        view: Callable[[Any], Any] | None = None,
+        where: str = "",
+    ) -> None:
+        self.path, self.where = path, where  # for messages: such as "layer.scale", and the user's line
+        self.get, self.args, self.view = get, args, view
+        self.parent, self.locate, self.is_content = parent, locate, False
+        self.value = self.present()
+
+    def found(self) -> Any:
+        """Return the present value, without `view`."""
+        return self.get(*self.args)
+
+    def present(self, *args: Any) -> Any:
+        """Return the present value; with `args`, that of other arguments."""
         try:
-            if self.get is not None:
-                return self.get()
-            if self.key is LENGTH or self.key is CLASS:
-                return contents_of(self.owner) if self.key is LENGTH else type(self.owner)
-            has_item = not isinstance(self.owner, Mapping) or self.key in self.owner
-            return self.owner[self.key] if has_item else MISSING
-        except (LookupError, AttributeError, ValueError, TypeError):  # an item, attribute or cell has gone
+            value = self.get(*(args or self.args))
+            return value if self.view is None else self.view(value)
+        # An item, attribute or cell has gone; or tensors or arrays are compared.
+        except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
             return MISSING
 
-    def finder(self) -> Callable[[], Any]:
-        """Return a function that returns the present value."""
-        return Read(self.path, self.where, self.owner, self.key, None, self.get).present
-
     def __str__(self) -> str:
-        what, was = self.present(), self.value
-        words = ""
-        if self.key is LENGTH:
-            words = "the content of " if isinstance(was, tuple) else "the number of items of "
-        return f"{words}{self.path} is {_in_words(what)}, and was {_in_words(was)}"
+        if self.get is same_items:
+            return f"the items of {self.path} have changed"
+        words = {len: "the number of items of ", tuple: "the keys of ", type: "the class of "}.get(
+            self.get, ""
+        )
+        return f"{words}{self.path} is {_in_words(self.present())}, and was {_in_words(self.value)}"
 
 
 class Reads:
@@ -75,87 +84,124 @@ class Reads:
     function that returns the present tensor."""
 
     def __init__(self) -> None:
-        self.all: list[Read] = []
+        self.all: list[Read] = []  # the read of an object precedes those of its parts
         self.dropped: set[str] = set()  # paths of values that forward changes itself
         self.has_draws = False  # whether forward asks for random numbers of Python, or the time
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self._is_same: Callable[[], bool] | None = None  # compares by identity
 
-    def note(self, path: str, get: Callable[[], Any]) -> None:
-        """Note what a function returns as a value that forward has read."""
-        self.all.append(Read(path, "", None, None, get(), get))
-
     def hold(self) -> bool:
-        """Return whether all values are as they were."""
+        """Return whether all values are as they were, or other objects with equal content."""
         if self._is_same is None:
             self._is_same = _comparison_of(self.all)
         if self._is_same():
             return True
-        if self.changed():
+        moved: dict[Read, Any] = {}
+        if next(self._differing(moved), None) is not None:
             return False
-        for read in self.all:  # equal values, but other objects
-            read.value = read.present()
+        for read in self.all:
+            read.args = _args_of(read, moved)
+            read.value = moved.get(read, read.value)
         self._is_same = None
         return True
 
     def changed(self) -> list[Read]:
         """Return the reads whose values have changed."""
-        return [read for read in self.all if not _are_same(read.value, read.present())]
+        return [*self._differing({})]
 
-    def update(self, dropped: set[str]) -> None:
-        """Drop the reads with these paths, which forward changes itself; note the present values of the others."""
-        if not dropped:
-            return
-        self.dropped = dropped
-        self.all = [read for read in self.all if read.path not in dropped]
+    def _differing(self, moved: dict[Read, Any]) -> Iterator[Read]:
+        """Yield the reads whose values differ. Add those that are other, equal objects to `moved`, with these."""
+        for read in self.all:
+            now = read.present(*_args_of(read, moved))
+            is_same = now is read.value or are_same(read.value, now)
+            if not is_same and not (read.is_content and type(now) is type(read.value)):
+                yield read
+            elif now is not read.value and read.view is None:
+                moved[read] = now
+
+    def drop(self, paths: Container[str]) -> None:
+        """Compare values with these paths, and what is in them, no more; but plain tensors, which each call binds."""
+        dropped = set[Read]()
+        bound = {getattr(find, "__self__", None) for find in self.tensors.values()}
+        for read in self.all:
+            if read not in bound and (read.path in paths or read.parent in dropped):
+                dropped.add(read)
+        self.all = [read for read in self.all if read not in dropped]
+        self._is_same = None
+
+    def renew(self) -> None:
+        """Take over the present values."""
         for read in self.all:
             read.value = read.present()
         self._is_same = None
 
 
+def _args_of(read: Read, moved: dict[Read, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a read's `get`, if the objects in `moved` are in the place of others."""
+    if read.locate is None or read.parent not in moved:
+        return read.args
+    return read.locate(moved[read.parent]), *read.args[1:]
+
+
+_PLAIN_CONTAINERS = (dict, MappingProxyType, list, tuple)
+_GET_ITEM = {dict.get, MappingProxyType.get, *(kind.__getitem__ for kind in _PLAIN_CONTAINERS)}
+
+
 def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     """Return a function that compares values by identity, in loops of C."""
-    items = [read for read in reads if read.get is None and read.key is not LENGTH and read.key is not CLASS]
-    found = [(read.owner, read.key) for read in items if read.value is not MISSING]
-    values = [read.value for read in items if read.value is not MISSING]
-    absent = [(read.owner, read.key) for read in items if read.value is MISSING]
-    sizes = {id(read.owner): read for read in reads if read.key is LENGTH}.values()
-    empty = [read.owner for read in sizes if not read.value]
-    filled, lengths = [r.owner for r in sizes if r.value], [r.value for r in sizes if r.value]
-    objects = [read.owner for read in reads if read.key is CLASS]
-    classes = [read.value for read in reads if read.key is CLASS]
-    others = [(read.get, read.value) for read in reads if read.get is not None]
+    groups: defaultdict[Any, list[Read]] = defaultdict(list)
+    items: list[tuple[Any, Any, Any]] = []
+    for read in reads:
+        if read.get in _GET_ITEM and type(read.args[0]) in _PLAIN_CONTAINERS and read.view is None:
+            items.append((read.args[0], read.args[1], read.value))
+        else:
+            groups[None if read.view is not None else read.get].append(read)
+    viewed, keyed, typed = groups.pop(None, ()), groups.pop(tuple, ()), groups.pop(type, ())
+    found = [(owner, key) for owner, key, value in items if value is not MISSING]
+    values = [value for _, _, value in items if value is not MISSING]
+    absent = [(owner, key) for owner, key, value in items if value is MISSING]
+    sized = {id(read.args[0]): read for read in groups.pop(len, ())}.values()
+    empty = [read.args[0] for read in sized if read.value == 0]
+    filled, lengths = [r.args[0] for r in sized if r.value], [r.value for r in sized if r.value]
+    keys, owners = [read.value for read in keyed], [read.args[0] for read in keyed]
+    objects, classes = [read.args[0] for read in typed], [read.value for read in typed]
+    others = [(get, [r.args for r in group], [r.value for r in group]) for get, group in groups.items()]
 
     def is_same() -> bool:
         try:
-            for get, value in others:
-                if (now := get()) is not value and not _are_same(value, now):
+            for get, args, known in others:
+                if not all(map(operator.is_, starmap(get, args), known)):
                     return False
             return (
                 all(map(operator.is_, starmap(operator.getitem, found), values))
                 and all(map(operator.is_, map(type, objects), classes))
                 and not any(starmap(operator.contains, absent))
                 and not any(empty)
-                and all(map(operator.eq, map(contents_of, filled), lengths))
+                and [*map(len, filled)] == lengths
+                and all(map(operator.eq, map(tuple, owners), keys))
+                and all(
+                    now is read.value or are_same(read.value, now)
+                    for read in viewed
+                    for now in (read.present(),)
+                )
             )
-        # As in `Read.present`; or tensors or arrays are compared.
         except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
             return False
 
     return is_same
 
 
-def contents_of(container: Any) -> Any:
-    """Return what of a container is compared as a whole: the keys of a dictionary, in order; the length of others; all
-    items, if they are more than `MOST_ITEMS`."""
-    if len(container) > MOST_ITEMS:
-        return tuple(container.items() if isinstance(container, Mapping) else container)
-    return tuple(container) if isinstance(container, Mapping) else len(container)
+def same_items(container: Any, items: list[Any], kinds: set[type]) -> bool:
+    """Return whether a large container has these items, of these classes; those of a dictionary are its keys and
+    values."""
+    now = flat_items(container)
+    return now == items and (
+        kinds == {str} or all(map(operator.is_, now, items)) or all(map(are_same, items, now))
+    )
 
 
-def autocast_dtype() -> torch.dtype | None:
-    """Return the dtype to which torch.autocast casts on the CPU; None if it is off."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+def flat_items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 
 def hooks_reader(tensors: Mapping[str, Tensor]) -> Callable[[], tuple[Any, ...]]:
@@ -179,7 +225,7 @@ def layout_of(value: Any) -> Any:
     return isinstance(value, FakeTensor), value.dtype, value.shape, value.stride()
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def are_same(one: Any, other: Any) -> bool:
     """Return whether a forward that reads either value computes the same: one object, or equal plain data."""
     if one is other:
         return True
@@ -188,12 +234,14 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, float | complex):
         return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_are_same, one, other))
+        return len(one) == len(other) and all(map(are_same, one, other))
     if isinstance(one, Tensor):
         return layout_of(one) == layout_of(other) and one.equal(other)
     if isinstance(one, numpy.ndarray):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
-    return isinstance(one, _COMPARED) and one == other
+    # Values of Python and numpy that can't change; others compare by identity, or by their parts.
+    is_value = isinstance(one, MethodType | CodeType) or type(one).__hash__ not in (None, object.__hash__)
+    return is_value and is_opaque(type(one)) and one == other
 
 
 def _in_words(value: Any) -> str:

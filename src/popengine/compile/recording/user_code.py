@@ -5,7 +5,8 @@ import functools
 import random
 import sys
 import traceback
-from itertools import chain, pairwise
+from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -16,22 +17,11 @@ TORCH = str(Path(torch.__file__).parent)
 PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
 _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
 # Objects of these packages are not looked into. Pytest hooks imports, and so its code is called inside forward, too.
-OPAQUE = {*_STANDARD, *PANDO, "torch", "numpy", "torchmetrics", "_pytest"}
+OPAQUE = {*_STANDARD, *PANDO, "builtins", "torch", "numpy", "torchmetrics", "_pytest"}
 _LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
-_APPENDING = {"append", "appendleft", "extend", "add", "insert"}
 _LOADS_A_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"}
-# Code with one of these names may look up a global by a text, which this code or its caller has.
-LOOKUPS = {
-    "globals",
-    "vars",
-    "eval",
-    "exec",
-    "__dict__",
-    "__globals__",
-    "f_globals",
-    "modules",
-    "import_module",
-}
+_APPENDING = {"append", "appendleft", "extend", "add", "insert"}
+WHOLE = object()  # of a container: more is used than items with constant keys
 
 
 def package_of(value: Any) -> str:
@@ -90,10 +80,26 @@ def globals_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def loaded_names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that code only appends to (`self.name.append(...)`), and the names that it reads."""
-    steps = pairwise(_instructions(code))
-    pairs = [(step.argval, after.argval) for step, after in steps if step.opname.startswith("LOAD_")]
-    read = {name for name, after in pairs if isinstance(name, str) and after not in _APPENDING}
-    appended = {name for name, after in pairs if isinstance(name, str) and after in _APPENDING}
-    return frozenset(appended - read), frozenset(read)
+def uses_in(code: CodeType) -> dict[str, set[Any]]:
+    """Return, for each name that a function loads, the constant keys of items (`self.name["key"]`, `name.get("key")`)
+    and attributes that it uses of such a value; with WHOLE among them if it uses the value otherwise than by these and
+    by appending."""
+    uses: defaultdict[str, set[Any]] = defaultdict(set)
+    steps = [step for step in _instructions(code) if step.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
+    for step, after, last in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
+        if not step.opname.startswith("LOAD_") or not isinstance(step.argval, str):
+            continue
+        if after.opname == "LOAD_CONST" and last.opname in _SUBSCRIPTS and last.argrepr in ("", "[]"):
+            used = after.argval
+        elif after.argval == "get" and last.opname == "LOAD_CONST":
+            used = last.argval
+        elif after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            used = after.argval
+        else:
+            used = WHOLE
+        uses[step.argval] |= set() if used in _APPENDING else {WHOLE if used in _METHODS else used}
+    return uses
+
+
+_SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")
+_METHODS = {name for kind in (dict, list, set) for name in dir(kind)} - _APPENDING

@@ -1,0 +1,229 @@
+# ruff: noqa: E501  (tables with a form in each line)
+"""What forward reads counts by its content: equal values, and items that forward does not read, record nothing."""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import types
+
+import numpy as np
+import pytest
+import torch
+from executor_models import options
+from torch import nn
+
+import poptorch
+
+X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+
+class Model(nn.Module):
+    def __init__(self, function, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function, self.v = nn.Linear(2, 2), function, make()
+
+    def forward(self, x):
+        return self.function(self, self.layer(x))
+
+
+@dataclasses.dataclass
+class Data:
+    scale: float = 2.0
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: float = 2.0
+
+
+class Config:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+class Loss(nn.Module):
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y):
+        return y * self.scale
+
+
+class Meter:
+    """As an AverageMeter: the program updates it, and forward reads one of its attributes."""
+
+    def __init__(self):
+        self.scale, self.count, self.history = 2.0, 0, []
+
+    def update(self):
+        self.count += 1
+        self.history.append(self.count)
+
+
+Pair = collections.namedtuple("Pair", "scale more")
+TABLE = {"scale": 2.0, "step": 0}
+
+
+def with_scale(y, scale=2.0):
+    return y * scale
+
+
+def closure(scale=2.0):
+    return lambda y: y * scale
+
+
+by_attribute = lambda m, y: y * m.v.scale  # noqa: E731
+by_key = lambda m, y: y * m.v["scale"]  # noqa: E731
+by_call = lambda m, y: m.v(y)  # noqa: E731
+
+# name: function, a value, which the program sets anew before each call, and another value
+EQUAL = {
+    "list": (lambda m, y: y * m.v[1], lambda s: [1.0, s]),
+    "tuple": (lambda m, y: y * m.v[1], lambda s: (1, s)),
+    "dictionary": (by_key, lambda s: {"scale": s}),
+    "nested": (lambda m, y: y * m.v["a"][0]["scale"], lambda s: {"a": [{"scale": s}]}),
+    "OrderedDict": (by_key, lambda s: collections.OrderedDict(scale=s)),
+    "defaultdict": (by_key, lambda s: collections.defaultdict(float, scale=s)),
+    "deque": (lambda m, y: y * m.v[0], lambda s: collections.deque([s])),
+    "set": (lambda m, y: y * sum(m.v), lambda s: {s}),
+    "frozenset": (lambda m, y: y * sum(m.v), lambda s: frozenset({s})),
+    "named tuple": (by_attribute, lambda s: Pair(s, [1])),
+    "dataclass": (by_attribute, lambda s: Data(s)),
+    "frozen dataclass": (by_attribute, lambda s: Frozen(s)),
+    "SimpleNamespace": (by_attribute, lambda s: types.SimpleNamespace(scale=s)),
+    "argparse": (by_attribute, lambda s: argparse.Namespace(scale=s)),
+    "object": (by_attribute, lambda s: Config(scale=s)),
+    "object in an object": (lambda m, y: y * m.v.inner.scale, lambda s: Config(inner=Config(scale=s))),
+    "lambda": (by_call, lambda s: lambda y: y * (2.0 if s == 2 else 5.0)),
+    "closure": (by_call, lambda s: closure(s)),
+    "partial": (by_call, lambda s: functools.partial(with_scale, scale=s)),
+    "loss module": (by_call, lambda s: Loss(s)),
+    "layer without weights": (by_call, lambda s: nn.LeakyReLU(s / 10)),
+    "array": (lambda m, y: y * float(m.v[0]), lambda s: np.array([s])),
+    "number of numpy": (lambda m, y: y * float(m.v), lambda s: np.float32(s)),
+    "bytearray": (lambda m, y: y * m.v[0], lambda s: bytearray([int(s)])),
+    "long list": (lambda m, y: y * m.v[1500], lambda s: [s] * 2000),
+    "long dictionary": (lambda m, y: y * m.v[int(max(m.v))], lambda s: dict.fromkeys(range(2000), s)),
+}  # fmt: skip
+
+
+def recordings_of(calls):
+    """The number of recordings while a function runs."""
+    found = []
+    handle = poptorch.registerPreCompileHook(lambda: found.append(1))
+    try:
+        calls()
+    finally:
+        handle.remove()
+    return len(found)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_an_equal_value_in_place_of_another_records_nothing_and_is_followed(name):
+    function, make = EQUAL[name]
+    model = Model(function, lambda: make(2.0))
+    executor = poptorch.inferenceModel(model, options())
+
+    def call(scale):
+        model.v = make(scale)
+        assert torch.equal(executor(X), model(X).detach())
+
+    assert recordings_of(lambda: [call(2.0) for _ in range(4)]) == 1
+    assert recordings_of(lambda: [call(scale) for scale in (5.0, 5.0, 2.0, 5.0)]) == 1
+
+
+def test_a_value_that_is_changed_in_the_equal_object_is_followed():
+    model = Model(by_key, lambda: {"scale": 2.0})
+    executor = poptorch.inferenceModel(model, options())
+    for scale in (2.0, 2.0, 3.0, 2.0):
+        model.v = {"scale": 2.0}
+        assert torch.equal(executor(X), model(X).detach())
+        model.v["scale"] = scale
+        assert torch.equal(executor(X), model(X).detach())
+
+
+def append(m):
+    m.v["history"].append(1)
+
+
+# name: function, value, and a change of what forward does not read
+UNREAD = {
+    "key": (by_key, lambda: {"scale": 2.0, "step": 0}, lambda m: m.v.update(step=m.v["step"] + 1)),
+    "new keys": (by_key, lambda: {"scale": 2.0}, lambda m: m.v.setdefault(len(m.v), 1)),
+    "get": (lambda m, y: y * m.v.get("scale", 1.0), lambda: {"scale": 2.0}, lambda m: m.v.setdefault(len(m.v), 1)),
+    "list in a dictionary": (by_key, lambda: {"scale": 2.0, "history": []}, append),
+    "global": (lambda m, y: y * TABLE["scale"], dict, lambda m: TABLE.update(step=TABLE["step"] + 1)),
+    "attribute": (by_attribute, Data, lambda m: setattr(m.v, "step", m.v.step + 1)),
+    "SimpleNamespace": (by_attribute, lambda: types.SimpleNamespace(scale=2.0, step=0), lambda m: setattr(m.v, "step", m.v.step + 1)),
+    "argparse": (by_attribute, lambda: argparse.Namespace(scale=2.0, step=0), lambda m: setattr(m.v, "step", m.v.step + 1)),
+    "meter": (by_attribute, Meter, lambda m: m.v.update()),
+    "appended by forward": (lambda m, y: (m.v.append(1), y)[1], list, lambda m: m.v.clear()),
+    "long dictionary": (by_key, lambda: {"scale": 2.0, **dict.fromkeys(range(2000))}, lambda m: m.v.setdefault(len(m.v), 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_forward_does_not_read_records_nothing(name):
+    function, make, change = UNREAD[name]
+    model = Model(function, make)
+    executor = poptorch.inferenceModel(model, options())
+
+    def calls():
+        for _ in range(5):
+            assert torch.equal(executor(X), model(X).detach())
+            change(model)
+
+    assert recordings_of(calls) == 1
+
+
+# name: function and value, which changes in every call and changes nothing
+WITHOUT_EFFECT = {
+    "number": (lambda m, y: y * (2.0 if m.v >= 0 else 3.0), int, lambda m: setattr(m, "v", m.v + 1)),
+    "text": (lambda m, y: y * (2.0 if m.v else 3.0), lambda: "a", lambda m: setattr(m, "v", m.v + "a")),
+    "growing list": (lambda m, y: y * (2.0 if m.v is not None and len(m.v) >= 0 else 3.0), list, lambda m: m.v.append(1)),
+    "history": (lambda m, y: y * (2.0 if not any(m.v) else 3.0), list, lambda m: m.v.append(0)),
+    "iterated": (lambda m, y: y * (2.0 if all(v >= 0 for v in m.v.values()) else 3.0), lambda: {"step": 0}, lambda m: m.v.update(step=m.v["step"] + 1)),
+    "attribute": (lambda m, y: y * (2.0 if m.v.count >= 0 else 3.0), Meter, lambda m: m.v.update()),
+    "hook": (lambda m, y: y * 2.0, int, lambda m: m.layer.register_forward_hook(lambda *args: None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_value_of_every_call_that_changes_nothing_is_compared_no_more(name, caplog):
+    function, make, change = WITHOUT_EFFECT[name]
+    model = Model(function, make)
+    executor = poptorch.inferenceModel(model, options())
+
+    def calls():
+        for _ in range(7):
+            assert torch.equal(executor(X), model(X).detach())
+            change(model)
+
+    with caplog.at_level("INFO", "poptorch::python"):
+        assert recordings_of(calls) == 4
+    assert sum("compared no more" in message for message in caplog.messages) == 1
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_value_that_changes_now_and_then_stays_compared():
+    model = Model(lambda m, y: y * (2.0 if m.v < 5 else 3.0), int)
+    executor = poptorch.inferenceModel(model, options().checkRecording(False))
+    for model.v in range(7):
+        for _ in range(2):
+            assert torch.equal(executor(X), model(X).detach())
+
+
+@pytest.mark.parametrize("one", [1, True, 1.0])
+@pytest.mark.parametrize(
+    "make", [lambda v: [v] * 2000, lambda v: {v: 1}, lambda v: dict.fromkeys(range(2000), v)]
+)
+def test_one_true_and_1_0_differ_in_containers(one, make):
+    model = Model(lambda m, y: y * (1 if type(next(iter(m.v.values() if len(m.v) > 1 and isinstance(m.v, dict) else m.v))) is int else 2), lambda: make(1))  # fmt: skip
+    executor = poptorch.inferenceModel(model, options())
+    for value in (1, one, 1):
+        model.v = make(value)
+        assert torch.equal(executor(X), model(X).detach())
