@@ -154,7 +154,8 @@ def _list_text(names: Sequence[str]) -> str:
 
 
 def _near(one: Tensor, other: Tensor, bound: Tensor) -> bool:
-    return bool(((one - other).abs().nan_to_num(0.0) <= SLACK * bound).all())
+    """Return whether values are equal up to rounding, where a rank has values: `one` is NaN elsewhere."""
+    return bool((((one - other).abs() <= SLACK * bound) | one.isnan()).all())
 
 
 def other_recipe(case: Case) -> Recipe | None:
@@ -173,7 +174,8 @@ def other_recipe(case: Case) -> Recipe | None:
             recipe, max_norm=limit, note=f"gradients clipped to {limit:g}, which hides a constant factor"
         )
     ranks = len(case.holders(wrong))
-    for number in (case.micro_batches * ranks, ranks) if ranks > 1 and plain.rows >= ranks else ():
+    numbers = (case.micro_batches * ranks, ranks) if ranks > 1 and not factor else ()
+    for number in (number for number in numbers if number <= plain.rows):
         parts, (found, own, bounds) = plain.parts(number), case.gradients(wrong)
         columns = plain.columns(parts, wrong)
         if columns is None or not _near(found, columns.mean(1), bounds):
