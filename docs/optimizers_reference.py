@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from popengine.update.optimizer_rules import RULES
 from poptorch import optim
 
 PAGE = Path(__file__).parent / "reference" / "optimizers.md"
-_HOST = ("no effect", "only for `step()` on the host")
+_GRAPHS = ("no effect", "for updates inside of graphs, which executors don't make")
 _STATE = ("real", "the dtype of this optimizer state: torch.float16 or torch.float32")
 
 # The answer and the remark for each argument of a constructor; arguments that are left out are real.
@@ -36,9 +35,9 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "bias_correction": ("real", "False uses the moments without dividing them by 1 − β^step"),
     "amsgrad": ("refused", "True is an error when a model is wrapped"),
     "centered": ("real", "must be equal in all groups"),
-    "foreach": _HOST,
-    "capturable": _HOST,
-    "differentiable": _HOST,
+    "foreach": ("real", "True runs torch's loop over lists of parameters, with the same bits"),
+    "capturable": _GRAPHS,
+    "differentiable": _GRAPHS,
     "fused": ("real", "updates with torch's fused kernels, bit-identical to them"),
     "decoupled_weight_decay": ("real", "True makes it AdamW"),
     "eta": ("real", "the trust coefficient, which scales a step relative to the norm of the weights"),
@@ -80,11 +79,9 @@ def page() -> str:
     """Return the text of the page."""
     kinds = [getattr(optim, name) for name in optim.__all__]
     kinds = [kind for kind in kinds if kind not in (optim.Optimizer, optim.VariableAttributes)]
-    names = ", ".join(rule.torch_class.__name__ for rule in RULES.values() if rule.torch_class is not None)
     head = (
         "# Optimizers\n\n<!-- Made by `make reference`. -->\n\n"
-        f"Pando has update rules for these optimizers, and for {names} of `torch.optim`.\n"
-        "Other optimizers update the weights with their own `step()`;"
+        "Executors call the `step()` of any optimizer, also of those of `torch.optim` and of your own;"
     )
     guide = "[guide](../guide/optimizers.md), [glossary](../glossary.md)"
     head += f" LBFGS and SparseAdam are errors ({guide}).\n"

@@ -1,4 +1,4 @@
-"""Small models that need no class of their own."""
+"""Small models that need no class of their own, and an optimizer of a user."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,3 +19,19 @@ def module(forward: Callable[..., Any], **held: Any) -> Any:
         else:
             setattr(made, name, value)
     return made
+
+
+class Signed(torch.optim.Optimizer):
+    """An optimizer of a user: m ← μ·m + (1 − μ)·g;  w ← w − lr·sign(m)."""
+
+    def __init__(self, parameters, lr=0.125, momentum=0.5):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 1 - group["momentum"])
+                    parameter.add_(mean.sign(), alpha=-group["lr"])

@@ -30,12 +30,11 @@ VALUES = {
 }
 # What each command may import: files that need the standard library only.
 COMMANDS = {"popengine.environment", "popengine.errors", "popengine.texts", "popengine.command_parser"}
-ENGINE = {"popengine.compile", "popengine.run", "popengine.update"}
+ENGINE = {"popengine.compile", "popengine.run"}
 MAY_IMPORT = {
     **{room: VALUES for room in VALUES},
-    "popengine.compile": VALUES | {"popengine.update"},
-    "popengine.run": VALUES | {"popengine.update", "popengine.environment"},
-    "popengine.update": VALUES,
+    "popengine.compile": VALUES,
+    "popengine.run": VALUES | {"popengine.environment"},
     "popart": set(),
     "popengine.environment": set(),
     "popengine.import_hook": set(),

@@ -59,7 +59,7 @@ class TaskRun(NamedTuple):
     call: int
     step: int  # weight updates (calls, in inference) since the executor was compiled
     task: int  # index in `Profile.tasks`
-    micro_batch: int  # -1: a task of the whole step, such as a chunk of the update
+    micro_batch: int  # -1: a task of the whole step, such as the update
     replica: int  # -1: once for all replicas
     core: int  # index of the thread that ran it; negative: a thread that talks to other processes
     start: int

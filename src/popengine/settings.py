@@ -1,7 +1,7 @@
 """The engine's settings: frozen values that `poptorch.options.freeze_options` makes from user options."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -93,20 +93,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A weight update rule without its rates: the properties that may not change after compilation."""
+    """The properties of an optimizer that may not change after compilation."""
 
-    kind: str  # a key of `popengine.update.optimizer_rules.RULES`
-    group_of: dict[str, int]  # the parameter group of each updated parameter, by canonical name
+    kind: str  # its name in messages, such as "ADAMW"
     state_types: dict[str, torch.dtype] = field(default_factory=dict)  # of each state, such as "exp_avg"
+    states: int = 0  # number of these states that a weight has, for estimates of memory
     accumulator_type: torch.dtype = torch.float32
     max_grad_norm: float = float("inf")
     max_grad_value: float = float("inf")
-    flags: dict[str, bool] = field(default_factory=dict)  # properties of the rule; `RULES` has the defaults
-
-    def state_dtype(self, weight: torch.dtype, state: str) -> torch.dtype:
-        """Return the dtype of the state tensor named `state` for a weight of dtype `weight`."""
-        is_own = weight == torch.float64 or weight.is_complex
-        return weight if is_own else self.state_types.get(state, torch.float32)
 
     def sum_dtype(self, weight: torch.dtype) -> torch.dtype:
         """Return the dtype of the gradient sums for a weight of dtype `weight`."""
@@ -156,10 +150,10 @@ class ReplicaGroups:
 
 @dataclass(frozen=True)
 class Hyper:
-    """The hyperparameters of one weight update: a dictionary for each parameter group, and the loss scale."""
+    """The rates of a call: those of each parameter group by their key (a rate that `step()` changes is changed here,
+    too), and the loss scale."""
 
-    # The rates of the rule ("betas" as "beta1" and "beta2"), "maximize", and "fused" for torch's fused kernel.
-    groups: tuple[dict[str, float], ...]
+    groups: tuple[dict[str, Any], ...]
     loss_scaling: float = 1.0
 
 
@@ -210,12 +204,6 @@ class Settings:
     def is_eager(self) -> bool:
         """Return whether pieces run uncompiled, as `finite_checks` needs: they check each operation."""
         return self.backend == "eager" or self.finite_checks
-
-    @property
-    def needs_whole_gradients(self) -> bool:
-        """Return whether norms or counts of all gradients are needed before the first weight is updated."""
-        clips_by_norm = self.optimizer is not None and self.optimizer.max_grad_norm < float("inf")
-        return clips_by_norm or self.automatic_loss_scaling
 
     def place_of(self, ipu: int) -> Place:
         """Return the place of an ipu."""

@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
     keep        the next values of buffers                    keys: names of the buffers
     store       values for the user's results                 keys: positions in `Signature.results`
     free        values: their memory is freed
-    update      (nothing)                                     keys: names of the weights
+    update      (nothing)                                     keys: names of the weights; peer: their ipu
     """
 
     kind: InstructionKind
@@ -49,22 +49,15 @@ TaskKind = Literal[
     "gather",  # values of the replicas of a group
     "sum",  # gradients over micro-batches; outputs of the mode "sum"
     "exchange",  # all-reduce a bucket of gradient sums over processes
-    "norm",  # of a parameter's gradient
-    "begin",  # of the updates: from here on the step can't be given up
-    "measure",  # the norms of a chunk's step (LAMB, LARS)
-    "trust",  # the ratios from these norms
-    "update",  # a chunk of parameters: reduce over replicas, divide, clip, apply the rule
+    "update",  # prepare all gradients, commit the step, and run the optimizer's `step()`
     "share",  # broadcast weights from the processes that have updated them
-    "end",
 ]
-# A row runs for each micro-batch, parameter or chunk, or once per step. The numbers of parameters and chunks
-# are known when the plan is loaded.
-Index = Literal["micro_batch", "step", "parameter", "chunk"]
+Index = Literal["micro_batch", "step"]  # what a row runs for each of
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row of a plan's table: one thing that a step does, for each micro-batch, parameter or chunk, or once."""
+    """A row of a plan's table: one thing that a step does, for each micro-batch or once."""
 
     kind: TaskKind
     ipu: int = -1

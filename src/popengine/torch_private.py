@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch import _fused_sgd_ as fused_sgd_  # 2.3: the kernel of torch.optim.SGD(fused=True)
 from torch._C import (
     DisableTorchFunction,  # old: no mode's and no subclass's __torch_function__ is called
     DisableTorchFunctionSubclass,  # 2.0: no subclass's __torch_function__ is called
@@ -173,12 +172,15 @@ def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
         transformer._detect_is_causal_mask = detect_is_causal_mask
 
 
-def step_hooks(optimizer: Optimizer) -> list[Mapping[int, Callable[..., Any]]]:
-    """Return the dictionaries of hooks of an optimizer's `step()`, and of those of all optimizers."""
-    # 2.0; a class may not call torch's __init__
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    own = [getattr(optimizer, name, {}) for name in names]
-    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+# 2.0: the hooks of `step()`, as attributes of an optimizer whose class calls torch's __init__, and of all optimizers
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+STEP_HOOKS_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+
+
+def step_without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the method `step` of a class of torch, for subclasses whose own `step` calls the hooks."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # 2.0
 
 
 def default_store() -> Any:

@@ -30,8 +30,6 @@ from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
-from popengine.texts import counted
-from popengine.update.optimizer_rules import RULES
 
 from .compiling.executable import Executable
 from .data.loader import wait_recorders
@@ -231,12 +229,9 @@ def _changed_options(options: Options, training: bool) -> list[profile.Option]:
 def _describe_optimizer(optimizer: Optimizer | None) -> str:
     if optimizer is None:
         return "none"
-    many = counted(len(optimizer.group_of), "parameter")
-    text = f"{optimizer.kind}, {many} in {counted(len(set(optimizer.group_of.values())), 'group')}"
     bounds = {"max grad norm": optimizer.max_grad_norm, "max grad value": optimizer.max_grad_value}
-    flags = {flag: optimizer.flags[flag] for flag in RULES[optimizer.kind].nondefault_flags(optimizer)}
-    found = {name: bound for name, bound in bounds.items() if bound < math.inf} | flags
-    return "; ".join([text, *(f"{name} {value}" for name, value in found.items())])
+    texts = (f"{name} {bound}" for name, bound in bounds.items() if bound < math.inf)
+    return "; ".join([optimizer.kind, *texts])
 
 
 def _option_texts(options: Options) -> dict[str, str]:

@@ -37,7 +37,7 @@ class Figures:
         of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
         self.step_spread = times.relative_spread(of_step)
 
-        costs, updates = times.row_costs(events), times.update_costs(events)
+        costs, updates = times.row_costs(events), times.update_costs(profile, events)
         self.stages = times.stage_times(profile, costs, updates)
         self.spread = times.cost_spread(events)
         self.core_share = times.core_share(events)

@@ -40,7 +40,7 @@ class Usage:
     """The ns that a core spent in each activity, over all steps; or an ipu, in one step on separate devices."""
 
     place: int  # the index of a core, or an ipu
-    # By phase of computations; "update"; "other": sums of gradients, gathers, the begin and the end of a step.
+    # By phase of computations; "update"; "other": sums of gradients, gathers.
     spent: Mapping[str, float]
     waiting: float
 
@@ -155,13 +155,16 @@ def ipu_usages(stages: Sequence[StageTime], micro_batches: int, length: float) -
     return [Usage(ipu, dict(ns), max(0.0, length - sum(ns.values()))) for ipu, ns in sorted(spent.items())]
 
 
-def update_costs(events: Iterable[Event]) -> dict[int, float]:
-    """Return the cost in ns of the weight update of each ipu: the median over steps of all its chunks."""
-    chunks = group_by((e for e in events if e.kind in ("measure", "update")), lambda event: event.ipu)
-    steps = {
-        ipu: group_by(own, lambda event: (event.call, event.step)).values() for ipu, own in chunks.items()
-    }
-    return {ipu: median(sum(event.cost for event in step) for step in own) for ipu, own in steps.items()}
+def update_costs(profile: Profile, events: Iterable[Event]) -> dict[int, float]:
+    """Return the cost in ns of the weight update of each ipu: of the row that updates all weights, the share of the
+    bytes of the ipu's weights. The cost of the row is its median over steps."""
+    updates = [(task.ipu, x.bytes) for task in profile.tasks for x in task.instructions if x.kind == "update"]
+    total = sum(size for _, size in updates)
+    steps = group_by((e for e in events if e.kind == "update"), lambda event: (event.call, event.step))
+    if not steps or not total:
+        return {}
+    cost = median(sum(event.cost for event in own) for own in steps.values())
+    return {ipu: cost * size / total for ipu, size in updates}
 
 
 def with_row_costs(profile: Profile, costs: dict[int, float]) -> Profile:

@@ -5,7 +5,6 @@ import copy
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from what_a_call_changes import same, state
 import poptorch
 from popengine.errors import UnrecoverableError
 from popengine.run.row_functions import RowFunctions
-from popengine.update.optimizer_rules import RULES
 from poptorch.executor.executable_file import training_state
 
 PATIENCE = 240.0  # seconds until a test has failed
@@ -46,6 +44,21 @@ VARIANTS = {
 }
 
 
+class Adam(poptorch.optim.Adam):
+    """Updates one parameter after another, and calls `at` before each."""
+
+    at = staticmethod(lambda kind: None)
+
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        for number, gradient in enumerate(gradients):
+            self.at("update")
+            for index, parameter in enumerate(parameters):
+                parameter.grad = gradient if index == number else None
+            super().step()
+
+
 def trainer(tied=False, replicas=1, scaling=False, sharded=False, **optimizer):
     torch.manual_seed(0)
     model = Net(tied)
@@ -55,9 +68,7 @@ def trainer(tied=False, replicas=1, scaling=False, sharded=False, **optimizer):
         tensors = poptorch.TensorLocationSettings()
         tensors.useReplicatedTensorSharding(True).minElementsForReplicatedTensorSharding(2)
         options.TensorLocations.setOptimizerLocation(tensors)
-    return poptorch.trainingModel(
-        model, options, poptorch.optim.Adam(model.parameters(), lr=0.1, **optimizer)
-    )
+    return poptorch.trainingModel(model, options, Adam(model.parameters(), lr=0.1, **optimizer))
 
 
 def rows(executor):
@@ -75,9 +86,9 @@ def cores(request):
 
 @pytest.fixture
 def moments(monkeypatch):
-    """What runs of a call, one after another: pieces, then chunks of the update. `at(kind)` is called before each."""
+    """What runs of a call: pieces, then the update of each weight. `at(kind)` is called before each."""
     seen = Moments()
-    computing, formula = RowFunctions._compute_function, RULES["adam"].formula
+    computing = RowFunctions._compute_function
 
     def computes(rows, row, replica):
         compute = computing(rows, row, replica)
@@ -88,12 +99,7 @@ def moments(monkeypatch):
 
         return run
 
-    def updates(*given):
-        seen.at("chunk")
-        formula(*given)
-
-    monkeypatch.setattr("popengine.update.group_update.CHUNK", 4)
-    monkeypatch.setitem(RULES, "adam", replace(RULES["adam"], formula=updates))
+    monkeypatch.setattr(Adam, "at", staticmethod(seen.at))
     monkeypatch.setattr(RowFunctions, "_compute_function", computes)
     return seen
 
@@ -158,7 +164,7 @@ def test_an_interrupt_before_the_update_gives_it_up_and_one_within_lets_it_end(v
             break
         kinds.append(kind)
     assert kinds.count("piece") >= 3 * 3  # of each micro-batch
-    assert kinds.count("chunk") >= 6  # of two weights, two biases and a norm
+    assert kinds.count("update") == len([*executor.model.parameters()])
     executor(batch), twin(batch)
     assert same(state(executor), state(twin))
 
@@ -180,7 +186,7 @@ def test_another_thread_reads_weights_as_they_were_before_or_after_an_update(cor
 
     moments.then(begin_to_read, pieces + 2)
     executor(rows(executor))
-    assert moments.kind == "chunk"
+    assert moments.kind == "update"
     readers[0].join(PATIENCE)
     twin(rows(twin))
     ((weights, states),) = found
@@ -227,10 +233,8 @@ def test_weights_and_states_keep_their_memory(iterations):
     batch = torch.randn(iterations * 3 * 2, 3)
 
     def places():
-        engine = executor._plans.engine
-        weights = [engine.state.weight(unit) for unit in engine.state.units]
-        states = [value for state in engine.state.optimizer.values() for value in state.values()]
-        return [value.data_ptr() for value in (*weights, *states)]
+        states = [value for state in executor._optimizer.state.values() for value in state.values()]
+        return [value.data_ptr() for value in (*model.parameters(), *states)]
 
     executor(batch)
     before = places()

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import popdist
 import poptorch
 from popengine.environment import Launch
 from popengine.run.instances import connections
-from popengine.update.optimizer_rules import RULES
 
 
 def caught(work):
@@ -67,7 +65,7 @@ def test_instances_take_the_stages_that_the_first_one_has_measured():
 
 DIFFERENT = {
     "accumulation": ({"accumulation": 4}, "gradient accumulation: 3 in instance 0; 4 in instance 1"),
-    "optimizer": ({"rule": poptorch.optim.Adam}, "optimizer: 'sgd' in instance 0; 'adam' in instance 1"),
+    "optimizer": ({"rule": poptorch.optim.Adam}, "optimizer: 'SGD2' in instance 0; 'ADAM' in instance 1"),
     "width": (
         {"width": 7},
         "shape of first.weight: (6, 4) torch.float32 in instance 0; (7, 4) torch.float32 in instance 1",
@@ -360,10 +358,10 @@ def test_an_interrupt_within_a_step_gives_it_up_in_all_instances(tmp_path, itera
 def interrupted_while_it_writes(comes):
     """Instance 0 is interrupted, where it comes, when the update of a call that has no other has begun."""
     popdist.init()
-    executor, model, _ = training.executor(iterations=1, rule=poptorch.optim.Adam)
-    formula, interrupts = RULES["adam"].formula, []
+    executor, model, optimizer = training.executor(iterations=1, rule=poptorch.optim.Adam)
+    interrupts = []
 
-    def update(*given):
+    def interrupted(*_):
         if interrupts:
             interrupts.pop()
             run = executor._plans.state.commit
@@ -371,9 +369,8 @@ def interrupted_while_it_writes(comes):
             until = time.monotonic() + processes.LIMIT
             while not run.is_stopping and time.monotonic() < until:
                 time.sleep(0.001)
-        formula(*given)
 
-    RULES["adam"] = replace(RULES["adam"], formula=update)
+    optimizer.register_step_pre_hook(interrupted)
     outcomes = []
     for call in range(3):
         if call == 1 and comes and not popdist.getInstanceIndex():

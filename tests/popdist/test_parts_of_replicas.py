@@ -334,20 +334,6 @@ def loaded_elsewhere(folder):
     poptorch.load(str(folder / str(1 - popdist.getInstanceIndex())))(*batch(0, 32))
 
 
-def test_what_needs_a_whole_replica_in_a_process_is_refused_by_name():
-    for ended in processes.run(refused, 2, parts=2):
-        assert "optimizer's own step() may read all parameters" in ended.error
-
-
-def refused():
-    popdist.init()
-    model = Net()
-    own = type("Own", (torch.optim.SGD,), {"step": lambda self, closure=None: None})(
-        model.parameters(), lr=0.1
-    )
-    poptorch.trainingModel(model, options_of(2, 1, "1f1b"), own)(*batch(0, 32))
-
-
 def profiled(folder):
     popdist.init()
     torch.manual_seed(0)

@@ -8,7 +8,10 @@ from torch.nn import functional
 
 from popengine.compile.capture import capture
 from popengine.compile.recording.current_capture import current
-from popengine.settings import StagePlan, Strategy
+from popengine.run.train_state import TrainState
+from popengine.settings import Hyper, StagePlan, Strategy
+from poptorch.optim import LAMB, LARS
+from small_models import Signed
 
 
 def once(function):
@@ -23,6 +26,40 @@ def once(function):
         return results[key]
 
     return found
+
+
+ADAM = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "plain sgd": functools.partial(torch.optim.SGD, lr=0.05),
+    "adamw": functools.partial(torch.optim.AdamW, **ADAM),
+    "lamb": functools.partial(LAMB, **ADAM, max_weight_norm=10.0),
+}
+# With loops over parameters: torch's loops over lists, which it prefers on accelerators, have other last bits.
+OTHERS = {
+    name: functools.partial(getattr(torch.optim, name), lr=0.01, foreach=False)
+    for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+}
+OTHERS |= {"LARS": functools.partial(LARS, lr=0.01), "Signed": functools.partial(Signed, lr=0.01)}
+OPTIMIZERS |= OTHERS
+
+
+def train_state_of(weights, parameters, kind="plain sgd", seed=0):
+    """A `TrainState` of tensors by name, with an optimizer of those that are `parameters`; None: of an inference."""
+    state = TrainState(weights.copy, seed)
+    if kind is not None:
+        held = {name: weights[name] for name in parameters if name in weights}
+        state.optimizer = OPTIMIZERS[kind]([*held.values()]) if held else state.optimizer
+        state.parameters = lambda: held
+    return state
+
+
+def rates(kind="plain sgd", loss_scaling=1.0, **changed):
+    """The rates of a call: those of an optimizer of this kind, but for the changed ones."""
+    (group,) = OPTIMIZERS[kind]([torch.zeros(1)]).param_groups
+    return Hyper(
+        ({**{name: rate for name, rate in group.items() if name != "params"}, **changed},), loss_scaling
+    )
 
 
 def enter(name, ipu=None):

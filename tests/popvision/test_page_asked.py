@@ -180,5 +180,5 @@ def test_convolutions_count_their_flops_backward_too_and_the_page_names_the_opti
         "strategy",
         "PipelinedExecution (1f1b)",
         "optimizer",
-        "adamw, 4 parameters in 1 group; max grad norm 2.0",
+        "ADAMW; max grad norm 2.0",
     ]

@@ -365,7 +365,7 @@ def test_tasks_have_the_time_that_a_core_spent_in_them(tmp_path):
     profile = load(tmp_path / "training" / "profile.pop")
     events = list(profile.events())
     assert all(0 < event.computed <= event.end - event.start for event in events)
-    assert {event.kind for event in events} >= {"forward", "backward", "sum", "begin", "update", "end"}
+    assert {event.kind for event in events} >= {"forward", "backward", "sum", "update"}
     asleep = [event for event in events if (event.kind, event.stage) == ("forward", 1)]
     assert all(event.computed / 1e9 < SLOW / 3 for event in asleep)
 

@@ -9,7 +9,6 @@ from ..ir import Graph, Partition, Plan
 from ..order import order_named
 from ..piece import GATHER
 from ..settings import Settings
-from ..update.optimizer_rules import OWN_STEP
 from .partition import cut_backwards, cut_pieces, partition
 from .tasks import make_plan
 
@@ -50,11 +49,6 @@ def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
             most >= len(settings.places) and not settings.spreads,
             f"the model uses ipu {most}, and a replica has {len(settings.places)} ipus",
             f"{count}, or another ipu_id of its blocks",
-        ),
-        (
-            settings.optimizer is not None and settings.optimizer.kind == OWN_STEP,
-            "the optimizer's own step() may read all parameters, and no place has them",
-            f"an optimizer of torch.optim or poptorch.optim for which Pando has an update rule; or {whole}",
         ),
         (
             bool(settings.replica_groups) and not is_one_process,

@@ -96,7 +96,8 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
 
 
 def sized_tasks(plan: Plan, graph: Graph) -> tuple[Task, ...]:
-    """Return the rows of a plan with the bytes of each instruction, in place of the names of its values."""
+    """Return the rows of a plan with the bytes of each instruction, in place of the names of its values. A row for the
+    update of each ipu follows, which separate devices would run in place of the row of all."""
     slots, sizes = plan.partition.signature.slots, _sizes_of_values(plan, graph)
 
     def sized(instruction: Instruction) -> Instruction:
@@ -106,9 +107,15 @@ def sized_tasks(plan: Plan, graph: Graph) -> tuple[Task, ...]:
         size = 0 if instruction.kind == "compute" else sum(sizes.get(name, 0) for name in names)
         return instruction._replace(names=(), keys=(), bytes=size)
 
-    return tuple(
-        replace(task, instructions=tuple(map(sized, task.instructions)), frees=()) for task in plan.tasks
-    )
+    tasks, of_ipus = list[Task](), list[Task]()
+    for task in plan.tasks:
+        instructions = tuple(map(sized, task.instructions))
+        if task.kind == "update":
+            own = ((x.peer, (x._replace(peer=-1),)) for x in instructions)
+            of_ipus += [Task("update", ipu, index="step", instructions=x, once=True) for ipu, x in own]
+            instructions = ()
+        tasks.append(replace(task, instructions=instructions, frees=()))
+    return (*tasks, *of_ipus)
 
 
 def _sizes_of_values(plan: Plan, graph: Graph) -> dict[str, int]:

@@ -5,10 +5,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ..ir import After, Index, Instruction, InstructionKind, Key, Partition, Piece, Plan, Slot, Task, TaskKind
+from ..ir import After, Instruction, InstructionKind, Key, Partition, Piece, Plan, Slot, Task, TaskKind
 from ..schedules import bounds_of_rows
 from ..settings import Place, Settings
-from ..update.optimizer_rules import RULES
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
@@ -348,9 +347,8 @@ class _TableWriter:
     # ---- the end of a step ---------------------------------------------------------------------------------
 
     def _add_updates(self) -> None:
-        """Append the rows that end a step, from `exchange` to `end`."""
-        settings, counts, optimizer = self.settings, self.settings.counts, self.settings.optimizer
-        assert optimizer is not None
+        """Append the rows that end a step, from `exchange` to `share`."""
+        settings, counts = self.settings, self.settings.counts
         ends = (*self.row_of.values(), *self.rows_of_sums)
         ready = [After(row, None, counts.replicas) for row in ends]
         messages = (row for row, task in enumerate(self.rows) if task.kind in ("send", "receive"))
@@ -366,33 +364,18 @@ class _TableWriter:
                     after = [After(row, None), *before[self.place[ipu]]]
                     before[self.place[ipu]] = [self._add_step_row("exchange", after, ipu=ipu, piece=piece)]
             ready += chain(*before.values())
-        if settings.needs_whole_gradients:
-            ready.append(self._add_step_row("norm", ready, index="parameter"))
-        begin = self._add_step_row("begin", ready)
-        updated = {
-            ipu: (Instruction("update", keys=keys),)
+        updated = tuple(
+            Instruction("update", keys=keys, peer=ipu)
             for ipu, names in self.state.items()
             if (keys := tuple(self.trained[n] for n in names if n in self.trained))
-        }
-        # A process that keeps no optimizer state of an ipu has no chunks there, so later rows wait for `begin`, too.
-        first = begin
-        if RULES[optimizer.kind].trust_ratios is not None:
-            measured = [self._add_step_row("measure", [begin], ipu=ipu, index="chunk") for ipu in updated]
-            first = self._add_step_row("trust", [begin, *measured])
-        done = [begin] + [
-            self._add_step_row("update", [first], ipu=ipu, index="chunk", instructions=update)
-            for ipu, update in updated.items()
-        ]
+        )
+        done = self._add_step_row("update", ready, instructions=updated)
         if counts.instances > 1 and settings.shard_optimizer is not None:
-            done.append(self._add_step_row("share", done))
-        self._add_step_row("end", done)
+            self._add_step_row("share", [done])
 
-    def _add_step_row(
-        self, kind: TaskKind, after: Iterable[After], index: Index = "step", **more: Any
-    ) -> After:
-        """Append a row that runs once for all replicas, and return the edge to wait for all of its indices."""
-        row = self._append(Task(kind, index=index, after=tuple(after), once=True, **more))
-        return After(row, 0 if index == "step" else None)
+    def _add_step_row(self, kind: TaskKind, after: Iterable[After], **more: Any) -> After:
+        """Append a row that runs once per step for all replicas, and return the edge to wait for it."""
+        return After(self._append(Task(kind, index="step", after=tuple(after), once=True, **more)))
 
 
 def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:

@@ -4,9 +4,9 @@ Each engine runs the rows of its place of the table, for the replicas that are o
 stream of its own, after an event of the sender's; the host waits in it only for a value that an accelerator sends to
 the CPU.
 
-The user's tensors are on the devices of replica 0. The engines of other replicas have copies: of the weights, which are
-written at the begin of each call, and of the optimizer state, which are written if the user's has changed. In a step
-the engines of a place sum their gradients, and each updates its own copies in the same way.
+The user's tensors are on the devices of replica 0. The engines of other replicas have copies of the weights, which are
+written at the begin of each call and after each update. In a step the engines of a place sum their gradients, and the
+optimizer's `step()` runs once, on those of replica 0's devices.
 """
 
 import copy
@@ -14,7 +14,6 @@ import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +25,7 @@ from .call import Commit, Results
 from .device_mailbox import DeviceMailbox, Meetings
 from .engine import Engine
 from .recorder import Recorder
-from .train_state import OptimizerState, TrainState, VersionStamp, version_stamp
+from .train_state import TrainState
 
 
 class DeviceEngines(Engine):
@@ -42,8 +41,6 @@ class DeviceEngines(Engine):
         self.plan, self.settings, self.train_state = plan, settings, train_state
         self._meetings = Meetings()
         self._engines: list[Engine] = []
-        # Of the user's optimizer state, of which engines of other replicas than replica 0 have copies.
-        self._stamps: dict[tuple[Any, str], VersionStamp] = {}
         shifts = plan.shifts or (0,) * settings.counts.replicas
         for shift in dict.fromkeys(shifts):
             replicas = tuple(replica for replica, own in enumerate(shifts) if own == shift)
@@ -52,7 +49,6 @@ class DeviceEngines(Engine):
                 mail = DeviceMailbox(self._meetings, place, replicas, devices.device_named(name))
                 self._meetings.mail.append(mail)
                 own, state = replace(settings, place=place, replicas=replicas), copy.copy(train_state)
-                state.optimizer = state.optimizer if 0 in replicas else SimpleNamespace(state={})
                 self._engines.append(Engine(plan, own, state, mail.device, mail, find_constants))
         self._queues = [engine._queues[0] for engine in self._engines]
         self._group = self._sums = None
@@ -92,13 +88,12 @@ class DeviceEngines(Engine):
         """Return this object, which has the methods of a `State`."""
         return self
 
-    def bind(self, hyper: Hyper | None) -> None:
+    def bind(self) -> None:
         """Bind the weights and the optimizer state of each device, which move there. The engines get states with the
         same weights and optimizer, and with buffers, a loss factor and a `Commit` of their own."""
         lock = _LockOfAll(self.train_state.commit.lock)
         self.train_state.commit.check_not_lost()
         for engine in self._engines:  # those of replica 0 first, which move the user's tensors
-            copies = engine.state.train_state.optimizer.state
             own = engine.state.train_state = copy.copy(self.train_state)
             own.commit, own.loss_factor = Commit(), self.train_state.loss_factor.clone()
             own.commit.lock, own.commit.complete_calls = lock, self.train_state.commit.complete_calls
@@ -106,27 +101,7 @@ class DeviceEngines(Engine):
             # `bind` compares those of replica 0 with the model's, and then overwrites them.
             for first in own.buffers[:1]:
                 first.update({key: value.clone() for key, value in first.items()})
-            if not engine.settings.runs_replica(0):
-                own.optimizer = SimpleNamespace(state=self._copies_of_optimizer(copies))
-            engine.state.bind(hyper)
-
-    def _user_states(self) -> list[tuple[Any, str, Tensor]]:
-        """Return each tensor of the user's optimizer state, with its parameter and name."""
-        found = self.train_state.optimizer.state.items()
-        states = [(parameter, own) for parameter, own in found if isinstance(own, dict)]
-        named = [(parameter, name, value) for parameter, own in states for name, value in own.items()]
-        return [each for each in named if isinstance(each[2], Tensor)]
-
-    def _copies_of_optimizer(self, known: dict[Any, OptimizerState]) -> dict[Any, OptimizerState]:
-        """Return the optimizer state for an engine of other replicas: its copies (`known`), and in place of those of
-        which the user's tensor has changed this tensor, which the engine will copy to its device."""
-        found: dict[Any, OptimizerState] = {}
-        for parameter, name, value in self._user_states():
-            stamp, copied = self._stamps.get((parameter, name)), known.get(parameter, {}).get(name)
-            if copied is None or stamp is None or not stamp.fits(value):
-                copied = value.clone() if value.is_cpu else value  # "step" stays on the CPU
-            found.setdefault(parameter, {})[name] = copied
-        return found
+            engine.state.bind()
 
     def _take_state(self) -> None:
         """Take over what a call has changed in the states of the engines, which are equal but for buffers."""
@@ -144,9 +119,6 @@ class DeviceEngines(Engine):
         if held:  # the buffers are equal
             sums, buffers = (ChainMap(*each) for each in zip(*held, strict=True))
             self.train_state.held = dict(sums), dict(buffers)
-        # Updates have changed the user's state and the copies in the same way.
-        states_now = self._user_states() if self.plan.shifts else ()
-        self._stamps = {(parameter, name): version_stamp(value) for parameter, name, value in states_now}
         for replica, buffers in enumerate(first.buffers):
             merged = dict(buffers)
             for engine in self._engines:

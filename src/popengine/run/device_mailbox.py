@@ -164,6 +164,10 @@ class DeviceMailbox(Mailbox):
             if event is not None and other is not None and mail is not self:
                 devices.wait_for(other, self.device)
 
+    def run_once(self, part: Any, function: Callable[[Sequence[Any]], None]) -> None:
+        """Its work on a device follows what the device's own thread has started: both use the default stream."""
+        self._meetings.meet(self, part, tuple(self._meetings.mail), lambda parts: function([*parts.values()]))
+
     def abort(self, why: str) -> None:
         """End the waits of all devices."""
         self._meetings.abort(why)

@@ -102,7 +102,7 @@ class Engine:
 
             codes = inductor.load_pieces(plan.partition, device)
         self._sums = self._group if several else None
-        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail)
+        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail, per_operation)
         queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
         self._queues = [queue]  # one for each device
         # Of `Commit.begin`.
@@ -131,7 +131,7 @@ class Engine:
             recorder.begin_call()
         train_state, commit = self.train_state, self.train_state.commit
         commit.settle()
-        self.state.bind(hyper)
+        self.state.bind()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
             self._group.barrier(name, self._with_changes(self._fingerprint(hyper, inputs)))
@@ -253,12 +253,16 @@ class Engine:
         weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
         others = sum(slot.nbytes for slot in slots) - weights
         gradients = moments = 0
+        parameters, of_optimizer = state.train_state.parameters(), state.train_state.optimizer.state
         for unit in state.units:
             members = settings.sharing_replicas(unit.key, unit.replica)
             if settings.optimizer is not None and state.ipu_of[unit.key] == ipu and replica in members:
-                weight = state.weight(unit)
+                weight, parameter = state.weight(unit), parameters.get(unit.key)
                 gradients += weight.numel() * settings.optimizer.sum_dtype(weight.dtype).itemsize
-                moments += sum(value.nbytes for value in state.optimizer.get(unit, {}).values())
+                rows = 1 if parameter is None else parameter.numel() // max(1, weight.numel())
+                values = of_optimizer.get(parameter, {}).values()
+                sizes = (x.nbytes // (rows if x.dim() else 1) for x in values if isinstance(x, Tensor))
+                moments += sum(sizes)
         return KeptBytes(replica, ipu, weights, others, gradients, moments)
 
 

@@ -88,6 +88,10 @@ class Mailbox(Protocol):
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
 
+    def run_once(self, part: Any, function: Callable[[Sequence[Any]], None]) -> None:
+        """Call `function` once with the parts of all places of this process, each of which must call this."""
+        function([part])
+
     def abort(self, why: str) -> None:
         """End the waits of all places, which raise an error."""
 

@@ -1,6 +1,6 @@
 """The ready queue: threads that run each task of a step as soon as the tasks that it waits for are done.
 
-A task is a row of the table with an index (a micro-batch, a chunk) and a replica. Tasks are numbered in the order of
+A task is a row of the table with an index (a micro-batch) and a replica. Tasks are numbered in the order of
 the step, and a thread takes the first that is ready. Rows that communicate with other processes run in a thread of
 their own, in the same order in every process.
 """
@@ -71,10 +71,7 @@ class StepTasks:
     def __init__(self, rows: RowFunctions, cores: int) -> None:
         plan = self._plan = rows.plan
         self._settings, self._replicas = rows.settings, rows.settings.counts.replicas
-        self._sizes = [
-            plan.micro_batches if task.index == "micro_batch" else rows.updates.index_count(row)
-            for row, task in enumerate(plan.tasks)
-        ]
+        self._sizes = [plan.micro_batches if task.index == "micro_batch" else 1 for task in plan.tasks]
         found, self._rows_of = actions(plan.tasks)
         self._order = order_named(plan.order)
         self._step = StepActions(tuple(found), plan.micro_batches, cores)

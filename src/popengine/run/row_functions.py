@@ -43,6 +43,7 @@ class RowFunctions:
         codes: Sequence[Code],
         group: Connections | None,
         mail: Mailbox | None,
+        threads_per_operation: int,
     ) -> None:
         self.plan, self.settings, self.state, self._group = plan, settings, state, group
         self.mail = mail  # None: all ipus are at one place, and all replicas are here
@@ -50,7 +51,7 @@ class RowFunctions:
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
-        self.updates = Updates(plan, settings, state, group, mail)
+        self.updates = Updates(plan, settings, state, group, mail, threads_per_operation)
         self._prepared = [PreparedValues(plan, state, r) for r in replicas if plan.partition.prepared]
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
@@ -78,9 +79,9 @@ class RowFunctions:
                 return self._gather_function(row, replica)
             case "sum":
                 return self._sum_function(row, replica)
-            case "end":
-                return self._end_updates
-        return self.updates.bind(row)
+        work = self.updates.bind(row)
+        is_last = row == len(self.plan.tasks) - 1
+        return partial(self._end_updates, work) if work is not None and is_last else work
 
     def communicates(self, row: int) -> bool:
         """Return whether a row exchanges messages with other processes."""
@@ -88,7 +89,7 @@ class RowFunctions:
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
         is_alone = self._group is None and self.mail is None
-        return task.kind in ("exchange", "share") or (task.kind == "begin" and not is_alone)
+        return task.kind in ("exchange", "share") or (task.kind == "update" and not is_alone)
 
     # ---- a call --------------------------------------------------------------------------------------------
 
@@ -107,8 +108,8 @@ class RowFunctions:
             call.results.loss_scale = scale
 
     def end_step(self) -> None:
-        """Drop the prepared values of a step, and end a step of inference. In training row "end" does; without it hold
-        gradient sums and new buffers."""
+        """Drop the prepared values of a step, and end a step of inference. In training its last row does; without
+        updates hold gradient sums and new buffers."""
         for prepared in self._prepared:
             prepared.clear()
         if not self.settings.training:
@@ -158,7 +159,9 @@ class RowFunctions:
             for buffer in call.results.buffers.values():  # these results are returned
                 buffer.start_download()
 
-    def _end_updates(self, call: EngineCall, _: int) -> None:
+    def _end_updates(self, last: Work, call: EngineCall, index: int) -> None:
+        """Run the last row of a step of training, and end the step."""
+        last(call, index)
         self.state.end_step()
         self.updates.clear_step()
         if self._anchored_weights:

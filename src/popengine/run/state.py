@@ -1,20 +1,18 @@
-"""The tensors that tasks share: weights, buffers, gradient sums and optimizer state, each held once.
+"""The tensors that tasks share: weights, buffers and gradient sums, each held once.
 
-Parameters, buffers and optimizer state are the user's own tensors, which updates change in place (`TrainState`). A
-`State` binds the slots of one plan to them; replicas and ipus with the same value read the same tensor. Its attributes:
+Parameters and buffers are the user's own tensors, which updates change in place (`TrainState`). A `State` binds the
+slots of one plan to them; replicas and ipus with the same value read the same tensor. Its attributes:
 
     values[replica]      parameters, buffers, constants and the loss scale, by slot name
     new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` copies them
                          into `values`
     sums[replica]        gradient sums of the running step, by parameter
-    optimizer[unit]      optimizer state of a parameter, for each group of replicas that share the parameter
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +21,11 @@ from torch import Tensor
 from ..errors import Error, UnrecoverableError
 from ..ir import Plan, Slot
 from ..places import copies_at
-from ..settings import Hyper, Optimizer, Settings
+from ..settings import Settings
 from ..torch_private import DisableTorchFunctionSubclass
-from ..update.group_update import fitting_state
-from ..update.optimizer_rules import OWN_STEP, RULES
 from . import devices
 from .devices import with_aligned_start
-from .train_state import OptimizerState, TrainState, move_to, write
+from .train_state import TrainState, move_to, write
 
 WEIGHTS = ("parameter", "buffer")  # roles of the slots that are tensors of the model
 
@@ -71,14 +67,12 @@ class State:
         self._plain: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}  # of weights of another device: again, so that addresses stay
         self._strides: dict[str, tuple[int, ...]] = {}  # of the model's tensors in the first `bind`
-        self._copied: dict[str | Unit, list[tuple[Tensor, Tensor]]] = {}  # other strides: the user's, ours
-        self._repeated: dict[str, tuple[list[Tensor], list[int]]] = {}  # replica groups, and rows' sources
+        # Changed buffers of other strides: the user's, ours.
+        self._copied: dict[str, tuple[Tensor, Tensor]] = {}
+        self._repeated: dict[str, tuple[Tensor, list[int]]] = {}  # replica groups, and rows' sources
         self.new_buffers: list[dict[str, Tensor]] = [{} for _ in replicas]
         self.first_buffers: list[dict[str, Tensor]] = []  # `new_buffers` at the begin of the step
         self.sums: list[dict[str, Tensor]] = [{} for _ in replicas]
-        self.optimizer: dict[Unit, OptimizerState] = {}
-        self._bound_states: dict[Unit, tuple[Tensor, ...]] = {}  # those that `optimizer` was made from
-        self._kept: Any = None, None  # rates of the latest `bind`, and by group the states that they need
         with devices.as_current_device(device):
             fixed = {}  # constants, and the loss scale, which is 1 at first
             for slot in (slot for slot in self._slots.values() if slot.role not in WEIGHTS):
@@ -102,22 +96,22 @@ class State:
         # Slots whose tensors are on another device: `bind` writes copies.
         weights = {slot.name for slot in self._weights}
         self._copies = copies_at(plan, settings.place) if settings.runs_replica(0) else weights
-        self.bind(None)
+        self.bind()
 
     def _owners(self) -> dict[str, int]:
         """Return the owner process of each sharded parameter, by canonical name. Processes own about the same number of
         elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
-        counts, optimizer = self.settings.counts, self.settings.optimizer
-        least = self.settings.shard_optimizer
-        if least is None or optimizer is None or optimizer.kind == OWN_STEP or counts.instances == 1:
+        counts, least = self.settings.counts, self.settings.shard_optimizer
+        if least is None or not self.settings.training or counts.instances == 1:
             return {}
+        held = self.train_state.parameters()
         shapes = {slot.key: slot.shape for slot in self.plan.partition.signature.parameters_and_buffers}
         found: dict[str, int] = {}
         loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns
         for unit in self.all_units:
             size = prod(shapes[unit.key])
             is_grouped = unit.key in self.settings.replica_groups
-            if unit.key in optimizer.group_of and not is_grouped and size >= least:
+            if unit.key in held and not is_grouped and size >= least:
                 load = loads.setdefault(self.ipu_of[unit.key], [0] * counts.instances)
                 found[unit.key] = load.index(min(load))
                 load[found[unit.key]] += size
@@ -125,9 +119,9 @@ class State:
 
     # ---- the user's tensors --------------------------------------------------------------------------------
 
-    def bind(self, hyper: Hyper | None) -> None:
-        """Set `values` and `optimizer` to the present tensors of model and optimizer, which move to this device, and
-        add missing optimizer state. Raises Error if weights are lost, or have another shape or dtype."""
+    def bind(self) -> None:
+        """Set `values` to the present tensors of the model, which move to this device with their optimizer state. Drop
+        optimizer state that peers own. Raises Error if weights are lost, or have another shape or dtype."""
         self.train_state.commit.check_not_lost()
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.train_state.find_weights()
@@ -147,10 +141,8 @@ class State:
                 own = self.train_state.own_buffers(self._plain, self.changed_keys)
                 for values, buffers in zip(self.values[1:], own[1:], strict=False):
                     values.update((name, buffers[self._slots[name].key]) for name in self._changed)
-            if self.settings.optimizer is not None:
-                self._bind_states(self.settings.optimizer, hyper)
-        if self._repeated:
-            self._repeat_rows()
+            self._bind_optimizer_state()
+        self._repeat_rows()
 
     def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
         """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in
@@ -228,7 +220,12 @@ class State:
                 "  fix: change it back, or call destroy() and compile the model again"
             )
         if groups is not None and len(value) != len(groups.rows):
-            value.data = value.detach()[list(groups.of)]  # `all_rows`, and the model has one per group
+            rows = len(value)  # `all_rows`, and the model has one per group
+            value.data = value.detach()[list(groups.of)]
+            state = self.train_state.optimizer.state.get(value, {})
+            for name, each in state.items():
+                if isinstance(each, Tensor) and each.dim() and len(each) == rows:
+                    state[name] = each[list(groups.of)]
         is_overlapping = any(
             step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
         )
@@ -248,7 +245,8 @@ class State:
         elif value.stride() != strides:
             like = {"dtype": value.dtype, "device": value.device}
             plain = torch.empty_strided(value.shape, strides, **like).copy_(plain)
-            self._copied[slot.key] = [(value, plain)] if self._is_changed(slot.key) else []
+            if slot.name in self._changed:
+                self._copied[slot.key] = value, plain
         self._plain[slot.key] = plain
         for replica, values in enumerate(self.values):
             first = self.settings.sharing_replicas(slot.key, replica)[0]
@@ -259,64 +257,24 @@ class State:
             else:
                 values[slot.name] = self.values[first][slot.name]
         if groups is not None and groups.repeated_rows:
-            self._repeated[slot.key] = [plain], groups.repeated_rows
+            self._repeated[slot.key] = plain, groups.repeated_rows
 
     def _repeat_rows(self) -> None:
         """Copy each row of a value with replica groups to the rows that repeat it."""
-        for values, sources in self._repeated.values():
-            for value in values:
-                value.copy_(value[sources])
+        for value, sources in self._repeated.values():
+            value.copy_(value[sources])
 
-    def _bind_states(self, optimizer: Optimizer, hyper: Hyper | None) -> None:
-        """Bind the optimizer state of all units that are updated, as these rates need it."""
-        group_of, parameters = optimizer.group_of, self.train_state.parameters()
-        known, kept = self._kept
-        if kept is None or hyper is not known:
-            groups = [{}] * (1 + max(group_of.values(), default=0)) if hyper is None else hyper.groups
-            kept = [[*RULES[optimizer.kind].states_of(optimizer, rates)] for rates in groups]
-            self._kept = hyper, kept
-        for unit in self.units:
-            if unit.key in group_of:
-                self._bind_optimizer(unit, parameters[unit.key], optimizer, kept[group_of[unit.key]])
-
-    def _bind_optimizer(self, unit: Unit, parameter: Tensor, optimizer: Optimizer, kept: Any) -> None:
-        """Set `optimizer[unit]` to the states (`kept`) of the user's `parameter`, or to copies of states with other
-        strides. Add missing states, replace those of another dtype, remove those that another process owns."""
-        if self.train_state.owner and not self.is_updated_here(unit.key):
-            self.train_state.optimizer.state.pop(parameter, None)
-            return
-        states = self.train_state.optimizer.state.get(parameter, {})
-        present = [*map(states.get, map(attrgetter("name"), kept))]
-        known = self._bound_states.get(unit)
-        if known is not None and unit not in self._copied and [*map(id, present)] == [*map(id, known)]:
-            return
-        self._copied.pop(unit, None)
-        groups, weight = self.settings.replica_groups.get(unit.key), self.weight(unit)
-        fitting = OptimizerState()
-        for each, value in zip(kept, present, strict=True):
-            if groups is None:
-                fitting[each.name] = fitting_state(optimizer, each, weight, value)
-            elif value is None:
-                first = fitting_state(optimizer, each, weight)
-                fitting[each.name] = torch.stack([first] * len(groups.rows))
-            else:
-                rows = value if len(value) == len(groups.rows) else value[list(groups.of)]
-                fitting[each.name] = rows.to(fitting_state(optimizer, each, weight).dtype)
-            if value is None and states.get(each.one_with) is not None:
-                fitting[each.name].fill_(1)
-            if groups is None and value is not None and _differ_in_strides(value, fitting[each.name]):
-                self._copied.setdefault(unit, []).append((value, fitting[each.name]))
-        copied = {id(own): value for value, own in self._copied.get(unit, ())}
-        kept_by_user = {name: copied.get(id(value), value) for name, value in fitting.items()}
-        if states or fitting:
-            self.train_state.optimizer.state[parameter] = {**states, **kept_by_user}
-        self._bound_states[unit] = tuple(kept_by_user.values())
-        if groups is not None:
-            if groups.repeated_rows:
-                self._repeated[f"state of {unit.key}"] = [*fitting.values()], groups.repeated_rows
-            index = groups.rows.index(unit.replica)
-            fitting = {name: value[index] for name, value in fitting.items()}
-        self.optimizer[unit] = fitting
+    def _bind_optimizer_state(self) -> None:
+        """Move the optimizer state of parameters on an accelerator there; drop the state that peers own."""
+        states = self.train_state.optimizer.state
+        for key, parameter in self.train_state.parameters().items() if self.train_state.owner else ():
+            if not self.is_updated_here(key):
+                states.pop(parameter, None)
+        for parameter, state in states.items() if self.has_queue else ():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                # A count, without dimensions, is where torch has it.
+                if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                    state[name] = value.to(parameter.device)
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -327,6 +285,14 @@ class State:
     def is_updated_here(self, key: str) -> bool:
         """Return whether this process updates a parameter: False if a peer owns the optimizer state."""
         return self.train_state.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
+
+    def follow_parameters(self) -> None:
+        """Copy the parameters that the optimizer has changed to memory of this place, where it differs: that of copies
+        for another device or with other strides, or of a parameter that `step()` has given other memory."""
+        for key in self.ipu_of.keys() & self._bound.keys():
+            parameter, plain = self._bound[key][0], self._plain[key]
+            if parameter.data_ptr() != plain.data_ptr():
+                plain.copy_(parameter.detach(), non_blocking=self.has_queue)
 
     def begin_step(self) -> None:
         """Set the new buffers to the current ones; take those, and the sums, of a plan that has begun the step."""
@@ -360,11 +326,9 @@ class State:
             for name in self._changed:
                 if new[name] is not values[name]:
                     write(values[name], new[name])
-        if self._repeated:
-            self._repeat_rows()
-        for pairs in self._copied.values():
-            for users, own in pairs:
-                write(users, own)
+        self._repeat_rows()
+        for users, own in self._copied.values():
+            write(users, own)
         if self.train_state.replicas > 1:
             for replica, values in enumerate(self.values):
                 for name in self._changed if self.settings.runs_replica(replica) else ():
@@ -388,12 +352,6 @@ class State:
         except UnrecoverableError as error:
             self.train_state.commit.lose(error)
             raise
-
-
-def _differ_in_strides(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors differ in strides, and not in dtype, device or shape."""
-    same = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-    return same and one.stride() != other.stride()
 
 
 def _span(value: Tensor) -> tuple[int, int]:

@@ -84,20 +84,6 @@ class TrainState:
             "optimizer": {key: states[key] for key in names["optimizer"] if key in states},
         }
 
-    def run_own_step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Run the optimizer's own `step()` on gradients by canonical name; attributes `grad` stay the program's."""
-        parameters, optimizer = self.parameters(), self.optimizer
-        kept = [parameter.grad for parameter in parameters.values()]
-        try:
-            for name, parameter in parameters.items():
-                parameter.grad = gradients.get(name)
-            with torch.enable_grad():  # as in a plain loop
-                # Some programs keep a number under this name.
-                optimizer.step() if callable(optimizer.step) else type(optimizer).step(optimizer)
-        finally:
-            for parameter, gradient in zip(parameters.values(), kept, strict=True):
-                parameter.grad = gradient
-
     def export(self, weights: bool = True) -> dict[str, Any]:
         """Return the state that this process has: "random" and "loss_factor", "optimizer" by canonical name, and with
         `weights` "weights" (parameters) and "buffers" for each replica. The tensors are those that calls change."""
@@ -258,12 +244,6 @@ class TrainState:
         return whether any was there."""
         states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
         return self.commit.state != "lost" and move_to_host(self.find_weights(), [*states, *self.buffers])
-
-    def marks_of_optimizer(self) -> list[tuple[int, int]]:
-        """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
-        states = self.optimizer.state.values()
-        values = [value for state in states if isinstance(state, dict) for value in state.values()]
-        return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""

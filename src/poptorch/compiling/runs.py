@@ -30,8 +30,8 @@ class Run:
     computes.
 
     `iteration` is the number of device iterations before it, for the last, incomplete step of a ragged batch
-    with OutputMode.EveryN. Parameters in `frozen` require no gradients. `group_of`: (name, index of its group) of each
-    parameter in the optimizer. `tied`: the names of one parameter, the canonical one first.
+    with OutputMode.EveryN. Parameters in `frozen` require no gradients. `tied`: the names of one parameter, the
+    canonical one first.
     """
 
     call: BoundCall
@@ -41,10 +41,9 @@ class Run:
     is_ragged: bool = False
     frozen: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
-    group_of: tuple[tuple[str, int], ...] = ()
 
     # The key of this run's plan. Runs with equal keys share a plan.
-    key = property(attrgetter("call.kind", "counts", "part", "iteration", "frozen", "tied", "group_of"))
+    key = property(attrgetter("call.kind", "counts", "part", "iteration", "frozen", "tied"))
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan, from those of a complete combined batch."""

@@ -23,7 +23,6 @@ from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import group_of_size
 from popengine.run.piece_costs import call_in_one_thread, seconds_of_pieces
 from popengine.settings import Settings, StagePlan, Strategy
-from popengine.update.optimizer_rules import RULES
 
 from ..logs import logger
 
@@ -76,10 +75,7 @@ def _block_costs(
     # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
     size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
     optimizer = settings.optimizer
-    states = (
-        [state for state in RULES[optimizer.kind].states_of(optimizer) if state.dtype] if optimizer else []
-    )
-    copies = 2 + len(states) if optimizer else 1
+    copies = 2 + optimizer.states if optimizer else 1
     for slot in graph.slots:
         if slot.name in parts.home:
             value = weights[slot.key]

@@ -107,7 +107,7 @@ class Calls:
             if self._model.training:
                 parameters = self._model.user.named_parameters()
                 self._of_weights["frozen"] = tuple(n for n, value in parameters if not value.requires_grad)
-                self._of_weights["group_of"] = self._link.follow_parameters()
+                self._link.follow_parameters()
             self._present = present
         run = Run(call, self._counts, **self._of_weights)
         if not most or call.rearranged:

@@ -195,13 +195,9 @@ class Compilation:
                 "an incomplete batch has not a micro-batch for each replica, and the model has parameters with a value"
                 f" for each: {', '.join(groups)}\n  fix: poptorch.DataLoader(..., drop_last=True)"
             )
-        optimizer = self.link.frozen
-        if optimizer is not None:
-            optimizer = replace(optimizer, group_of=dict(run.group_of))
-        settings = engine_settings(options, self.model.training, optimizer, groups)
+        settings = engine_settings(options, self.model.training, self.link.frozen, groups)
         if settings.counts.parts > 1:
             settings = replace(settings, holders=self.plans.state.holders())
-        self.link.check_own_step(settings)
         arguments.check_batch(call, run.counts)
         if not self.plans.loaded:
             arguments.warn_about_inputs(call, settings.counts, arguments.has_float64_weights(model))

@@ -170,7 +170,7 @@ class PoplarExecutor:
         """
         if not self._plans.waits_for_first_call:
             engine = self._plans.require_engine()
-            engine.state.bind(None)
+            engine.state.bind()
             engine.state.train_state.move_to_host()
             self._plans.fill_elsewhere()
         self._host_weights_version += 1
@@ -181,7 +181,7 @@ class PoplarExecutor:
         Raises: Error, if the model is not compiled or not attached, or its weights do not fit any more
         """
         if not self._plans.waits_for_first_call:
-            self._plans.require_engine().state.bind(None)
+            self._plans.require_engine().state.bind()
 
     def copyNamedBuffersToDevice(self) -> None:
         """Check `Options.updatableNamedBuffers`. Each call uses the model's current buffers.

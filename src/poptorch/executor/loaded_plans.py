@@ -15,7 +15,6 @@ from popengine.run.device_engines import DeviceEngines
 from popengine.run.elsewhere import is_elsewhere
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
-from popengine.update.optimizer_rules import OWN_STEP
 
 from ..compiling.arguments import weights_of
 from ..compiling.executable import Executable
@@ -208,7 +207,7 @@ class LoadedPlans:
         if settings is None or settings.optimizer is None:
             return False
         is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
-        return (is_sharded and settings.optimizer.kind != OWN_STEP) or settings.counts.parts > 1
+        return is_sharded or settings.counts.parts > 1
 
     def fill_elsewhere(self) -> None:
         """If the model is attached, give it the weights that other processes of the replica hold: waits for these."""

@@ -2,29 +2,21 @@
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from popengine import settings
 from popengine.errors import Error
-from popengine.torch_private import step_hooks as hooks_of_step
-from popengine.update.optimizer_rules import OWN_STEP, RULES
 
 from ..logs import listed, logger
 from ..optim import SGD
 from ..optim import Optimizer as PoptorchOptimizer
-from ..optim.freeze_optimizer import (
-    Snapshot,
-    check_changes,
-    supported_optimizers,
-    take_snapshot,
-    unexpected_names,
-)
-from ..optim.optimizer_base import check_torch_state, parameters_of
+from ..optim.freeze_optimizer import Snapshot, check_changes, take_snapshot, unexpected_names
+from ..optim.optimizer_base import check_torch_state, class_of, parameters_of
 from .loaded_plans import LoadedPlans
 from .wrapped_model import WrappedModel
 
@@ -37,19 +29,20 @@ class Seen(NamedTuple):
 
     members: list[list[int]]  # ids of the parameters of each group
     loads: int  # calls of `load_state_dict`; of torch's optimizers 0
-    values: list[Any]  # rates, attributes that are compiled in, and the ids of hooks of `step()`
+    values: list[Any]  # rates, and numbers and types among the attributes
 
     @classmethod
-    def of(cls, optimizer: Any, kind: str, hooks: Sequence[Mapping[int, Any]]) -> Self:
-        attributes, (names, keys) = vars(optimizer), RULES[kind].watched
-        members, found, values = [], [*map(attributes.get, names)], list[Any]([type(optimizer)])
+    def of(cls, optimizer: Any) -> Self:
+        attributes, members = vars(optimizer), []
+        values: list[Any] = [v for v in attributes.values() if isinstance(v, (int, float, torch.dtype))]
+        values.append(type(optimizer))
         for group in optimizer.param_groups:
             members.append([*map(id, group["params"])])
-            found += map(group.get, keys)
-        for value in found:
-            for part in value if type(value) is tuple else (value,):
-                values.append(part.tolist() if isinstance(part, Tensor) else part)
-        values += chain.from_iterable(hooks)
+            for value in group.values():
+                if isinstance(value, Tensor):
+                    values.append(value.tolist())
+                elif isinstance(value, (int, float, str, tuple)):  # what is None is left out
+                    values.append(value)
         return cls(members, attributes.get("_loads", 0), values)
 
 
@@ -61,7 +54,7 @@ class OptimizerLink:
         self._model, self._plans = model, plans
         self.optimizer: Any = None
         self.snapshot: Snapshot | None = None
-        self._seen, self._step_hooks = Seen([], 0, []), list[Mapping[int, Any]]()
+        self._seen = Seen([], 0, [])
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._is_connected = False  # whether an engine updates the optimizer's state
         self._hooks: list[Any] = []  # of the optimizer
@@ -89,8 +82,7 @@ class OptimizerLink:
             optimizer = optimizer.optimizer
         compiled, before = self._plans.executable is not None, self.snapshot
         now = self._snapshot_of(optimizer)
-        step_hooks = hooks_of_step(optimizer)
-        seen = Seen.of(optimizer, now.frozen.kind, step_hooks)
+        seen = Seen.of(optimizer)
         # Rates of a checkpoint replace constants.
         is_loaded = seen.loads != (self._seen.loads if optimizer is self.optimizer else 0)
         if compiled and before is not None:
@@ -102,20 +94,20 @@ class OptimizerLink:
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
             states = [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
-            check_torch_state(now.frozen.kind, optimizer, {"state": dict(enumerate(states))})
-            # A state of another rule is of no use.
-            is_new = before is not None and now.frozen.kind == before.frozen.kind and not any(states)
+            check_torch_state(optimizer, {"state": dict(enumerate(states))})
+            # A state of another kind is of no use.
+            is_new = before is not None and now.kind == before.kind and not any(states)
             self._replace_optimizer(optimizer, continues=is_new)
         else:
             self._name_parameters()
-        self.snapshot, self._seen, self._step_hooks = now, seen, step_hooks
+        self.snapshot, self._seen = now, seen
 
     def freeze_again(self) -> None:
         """Take over names of parameters, and attributes that are compiled in, from before the compilation."""
         if self.snapshot is not None:
             now, before = self._snapshot_of(self.optimizer), self.snapshot
             self._report_names(self.optimizer, now)
-            self.snapshot = replace(now, hyper=before.hyper, rates=before.rates)
+            self.snapshot = replace(now, hyper=before.hyper)
             self._name_parameters()
 
     def _snapshot_of(self, optimizer: Any) -> Snapshot:
@@ -127,27 +119,18 @@ class OptimizerLink:
         )
 
     def _report_names(self, optimizer: Any, snapshot: Snapshot) -> None:
-        """Warn once of an optimizer's own `step()`, and of each attribute or key that is new and unknown."""
+        """Warn once of each attribute or key that is new and unknown."""
         report = logger.debug if self._model.options._relax_optimizer_checks else logger.warning
         for description, names in unexpected_names(optimizer, self._known):
             report("Ignoring unexpected %s in %s optimizer: %s", description, snapshot.label, names)
-        if snapshot.frozen.kind == OWN_STEP and type(optimizer) not in self._warned:
-            self._warned.add(type(optimizer))
-            logger.warning(
-                "%s updates the weights by its own step(), once per update: slower than optimizers that have a rule"
-                " (%s)",
-                type(optimizer).__name__,
-                supported_optimizers(),
-            )
 
-    def follow_parameters(self) -> tuple[tuple[str, int], ...]:
-        """Take over the places of parameters in the model. Return `Run.group_of`. Warn, once of each, of parameters
-        that the optimizer does not hold."""
+    def follow_parameters(self) -> None:
+        """Take over the places of parameters in the model. Warn, once of each, of parameters that the optimizer does
+        not hold."""
         self._name_parameters()
-        groups = enumerate(self.optimizer.param_groups)
-        held = {id(parameter): index for index, group in groups for parameter in group["params"]}
-        parameters = dict(self._model.user.named_parameters())
-        others = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+        held = {*map(id, parameters_of(self.optimizer))}
+        parameters = self._model.user.named_parameters()
+        others = [name for name, p in parameters if p.requires_grad and id(p) not in held]
         if new := [name for name in others if name not in self._warned]:
             self._warned.update(new)
             logger.warning(
@@ -156,7 +139,6 @@ class OptimizerLink:
                 " optimizer.add_param_group({'params': [...]})",
                 listed(new),
             )
-        return tuple((name, held[id(p)]) for name, p in parameters.items() if id(p) in held)
 
     def _replace_optimizer(self, optimizer: Any, continues: bool) -> None:
         """Set the optimizer. If it `continues`, move the previous optimizer's state to it, and leave copies."""
@@ -193,8 +175,15 @@ class OptimizerLink:
                 )
         parameters = self._parameters
         state.optimizer, state.parameters = self.optimizer, lambda: parameters
-        if self._is_connected and isinstance(self.optimizer, PoptorchOptimizer):
+        if self._is_connected:
+            self._share_names()
+
+    def _share_names(self) -> None:
+        """Let a poptorch optimizer know the parameters' names, and which have a row for each group of replicas."""
+        if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._names = tuple(self._parameters)
+            rows = (value for name, value in self._parameters.items() if name in self._model.per_replica)
+            self.optimizer._per_replica = frozenset(map(id, rows))
 
     def connect_optimizer(self) -> None:
         """If there is an optimizer, check states that are loaded from now on; let `state_dict()` gather
@@ -203,14 +192,13 @@ class OptimizerLink:
         if self._is_connected or self.frozen is None:
             return
         if isinstance(optimizer, PoptorchOptimizer):
-            optimizer._names = tuple(self._parameters)
+            self._share_names()
             if self._plans.require_executable().settings.automatic_loss_scaling:
                 if optimizer._loss_factor is not None:
                     self._plans.state.loss_factor.copy_(optimizer._loss_factor)
                 optimizer._loss_factor = self._plans.state.loss_factor
-        elif self.frozen.kind != OWN_STEP:
-            check = functools.partial(check_torch_state, self.frozen.kind)
-            self._hooks.append(optimizer.register_load_state_dict_pre_hook(check))
+        elif class_of(optimizer) is not None:
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(check_torch_state))
         if self._plans.shares_out_state:
             hook = functools.partial(_gather_state, self)
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
@@ -224,26 +212,16 @@ class OptimizerLink:
             self._hooks.pop().remove()
         self._is_connected = False
 
-    def check_own_step(self, compiled: settings.Settings) -> None:
-        """Raise Error if an optimizer's own `step()` can't update a model with these settings."""
-        optimizer, groups = compiled.optimizer, compiled.replica_groups
-        if optimizer is not None and optimizer.kind == OWN_STEP and (groups or compiled.device != "cpu"):
-            raise Error(
-                f"{type(self.optimizer).__name__} updates the weights by its own step(), and that can't be done"
-                f" {'for parameters with replicaGrouping' if groups else 'on an accelerator'}\n"
-                "  fix: an optimizer of poptorch.optim"
-            )
-
     def follow_optimizer(self) -> list[list[int]]:
         """Take over parameter groups and loaded rates that have changed since the latest call. Warn, once, of rates
         that have changed in another way. Return the ids of the parameters in each group.
 
-        Raises: Error, if a value that is compiled in has changed, or for hooks of `step()`
+        Raises: Error, if a value that is compiled in has changed
         """
         if self.snapshot is None:
             return []
         before = self.snapshot
-        seen = Seen.of(self.optimizer, before.frozen.kind, self._step_hooks)
+        seen = Seen.of(self.optimizer)
         if seen == self._seen:
             return seen.members
         if (seen.members, seen.loads) != (self._seen.members, self._seen.loads):
@@ -251,12 +229,13 @@ class OptimizerLink:
             return seen.members
         now = self._snapshot_of(self.optimizer)
         check_changes(before, now, with_rates=False)
-        if now.rates != before.rates and "changed rates" not in self._warned:
+        rates, earlier_rates = now.rates(), before.rates()
+        if rates != earlier_rates and "changed rates" not in self._warned:
             self._warned.add("changed rates")
             changes = [
                 f"{name} is {value}, and was {earlier}"
-                for name, values in now.rates.items()
-                for value, earlier in zip(values, before.rates.get(name, values), strict=False)
+                for name, values in rates.items()
+                for value, earlier in zip(values, earlier_rates.get(name, values), strict=False)
                 if value != earlier
             ]
             logger.warning(

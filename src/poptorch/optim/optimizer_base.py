@@ -1,8 +1,8 @@
 """The mixin of poptorch's optimizers: attributes that torch's lack, and PopTorch's names of rates and states.
 
-`state_dict()` of poptorch's optimizers has two dictionaries of tensors. `RULES` defines the keys' prefixes:
+`state_dict()` of poptorch's optimizers has two dictionaries of tensors. Each class defines the keys' prefixes:
 
-ipu_state   Accl1___<parameter>   first state of the rule: velocity, first moment, or RMSprop's square average
+ipu_state   Accl1___<parameter>   first state: velocity, first moment, or RMSprop's square average
             Accl2___<parameter>   second moment, or RMSprop's momentum buffer
             Accl3___<parameter>   mean of the gradients (centered RMSprop)
             Step___<parameter>    number of updates
@@ -16,23 +16,26 @@ dictionary of a torch optimizer can be loaded as {"ipu_state": None, "ipu_param"
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
 from popengine.errors import did_you_mean
 from popengine.settings import Hyper
-from popengine.update.optimizer_rules import OWN_STEP, RULES
 from poptorch.logs import logger
 
 State = dict[str, Tensor]
 
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
+_SMALL = 1 << 20  # elements of a group whose update costs mostly the start of operations
 MAX_WEIGHT_NORM = 65500.0  # the default of LAMB
 _SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
-_SWITCHES = ("nesterov", "maximize", "fused")  # not in "ipu_param"
+# Keys of groups that are rates of no constructor in PopTorch's sense: speed, and the sign of gradients.
+_SPEED = ("foreach", "maximize", "capturable", "differentiable", "fused", "velocity_scaling")
+_SWITCHES = ("nesterov", "amsgrad", "centered")  # not in "ipu_param"
 LOSS_FACTOR = "lossScaleUpdateFactor"  # key of "ipu_state": the factor of automatic loss scaling
 
 
@@ -75,6 +78,14 @@ class VariableAttributes:
         return name
 
 
+class StateKind(NamedTuple):
+    """The description of a state tensor that an optimizer has for each parameter."""
+
+    file: str  # prefix of the tensor's name in the "ipu_state"; "": it is not there
+    dtype: str = ""  # attribute of the optimizer that holds the tensor's dtype; "": one number, a count
+    when: str = ""  # key of the group; the tensor exists if the rate is not 0
+
+
 class Optimizer:
     """Mixin of poptorch's optimizers: each inherits from this class and from a torch optimizer.
 
@@ -82,17 +93,19 @@ class Optimizer:
     at `setOptimizer` only. The state (momenta, step counts) is torch's `state`, which executors update.
     """
 
-    _kind: str  # key of the class's rule in `RULES`
+    _states: ClassVar[dict[str, StateKind]] = {}  # by name, as torch's; the first one is always there
+    _rates: ClassVar[tuple[str, ...]] = ()  # keys that each group must have
     # Names of the constructor's arguments after `params`, in PopTorch's order; those after "*" by keyword only.
     _arguments = ""
     _defaults: dict[str, Any] | None = None  # default rates of a rule that torch has no optimizer for
     _needs_lr = False  # whether "lr" is mandatory, as an argument or in every parameter group
-    _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that the rule doesn't read
+    _more_rates: tuple[str, ...] = ()  # rates in `variable_attrs` that `step()` doesn't read
 
     # Canonical names of parameters, in the groups' order: the executor's, before that those in a loaded "ipu_param".
     _names: tuple[str, ...] = ()
     _loads = 0  # number of loaded states that had rates
     _loss_factor: Tensor | None = None  # of automatic loss scaling, which calls change
+    _per_replica: frozenset[int] = frozenset()  # ids of parameters with a row for each group of replicas
 
     state: Any  # torch's: {parameter: {name of a state: tensor}}
     loss_scaling: float = 1.0
@@ -100,16 +113,18 @@ class Optimizer:
     accum_type: torch.dtype = torch.float32
     variable_attrs: VariableAttributes
 
-    _classes: ClassVar[list[type]] = []  # the classes of this package, not the user's subclasses
+    # The classes of this package by themselves and by torch's class of the same name, without the user's subclasses.
+    _classes: ClassVar[dict[type, type["Optimizer"]]] = {}
 
     def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("each optimizer has a constructor of its own")
 
     def __init_subclass__(cls) -> None:
-        if "_kind" in vars(cls):
-            Optimizer._classes.append(cls)
-            if cls._arguments:
-                cls.__init__ = _constructor(cls._arguments)
+        if "_arguments" in vars(cls):
+            Optimizer._classes |= dict.fromkeys([cls, getattr(torch.optim, cls.__name__, cls)], cls)
+            cls.__init__ = _constructor(cls._arguments)
+            ordered = cls._arguments.partition("*")[0].split()
+            cls._rates = tuple(n for n in ordered if n not in _SPEED and not hasattr(cls, n))
 
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class, and set the other declared attributes. None: omitted. Given rates are variable."""
@@ -132,13 +147,39 @@ class Optimizer:
                 )
         if self._defaults is not None:
             given["defaults"] = {name: given.get(name, value) for name, value in self._defaults.items()}
+        for name in (
+            "capturable",
+            "differentiable",
+        ):  # of updates inside of graphs, which executors don't make
+            given.pop(name, None)
         accepted = inspect.signature(super().__init__).parameters
         super().__init__(**{name: value for name, value in given.items() if name in accepted})
         for name, value in given.items():
             if name not in accepted and not name.startswith("_") and hasattr(type(self), name):
                 setattr(self, name, value)
-        allowed = (*RULES[self._kind].group_keys, *self._more_rates, "loss_scaling")
+        allowed = (*self._rates, *self._more_rates, "loss_scaling")
         self.variable_attrs = VariableAttributes((name for name in allowed if name in given), allowed)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Called by torch's `step()` for each group."""
+        self._complete_states(group)
+        return super()._init_group(group, *lists)  # type: ignore[misc]
+
+    def _complete_states(self, group: dict[str, Any]) -> None:
+        """Add the states that are missing: of the first update, of a loaded file, of a momentum that was 0 so far."""
+        names = [name for name, state in self._states.items() if not state.when or group[state.when]]
+        for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+            state = self.state[parameter]
+            for name in names:
+                if name not in state:
+                    state[name] = self._first_state(name, parameter, group)
+
+    def _first_state(self, name: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return a state before the first update: zeros."""
+        if self._states[name].dtype:
+            return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        is_there = group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=torch.float32, device=parameter.device if is_there else "cpu")
 
     # State ------------------------------------------------------------------------------------------
 
@@ -153,23 +194,23 @@ class Optimizer:
         ipu_state = ipu_param = None
         if self._names:
             states = {name: whole["state"].get(index, {}) for index, name in enumerate(self._names)}
-            ipu_state = to_ipu_state(self._kind, states)
+            ipu_state = to_ipu_state(type(self), states)
             if self._loss_factor is not None:
                 ipu_state[LOSS_FACTOR] = self._loss_factor
             ipu_state = {name: value.clone() for name, value in ipu_state.items()}
             sizes = [len(group["params"]) for group in self.param_groups]  # type: ignore[attr-defined]
             indices = (index for index, size in enumerate(sizes) for _ in range(size))
             group_of = dict(zip(self._names, indices, strict=False))  # a group may have been added
-            ipu_param = to_ipu_param(group_of, rates_of(self._kind, self))
+            ipu_param = to_ipu_param(type(self), group_of, rates_of(self))
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`: hyperparameters and state.
 
-        "ipu_state" and "ipu_param" may be None: then the dictionary is that of a torch optimizer with the same rule.
+        "ipu_state" and "ipu_param" may be None: then the dictionary is that of torch's optimizer of this name.
         A state in "ipu_state" replaces the one in torch's part. States that both lack stay, and a warning names
         them. Raises RuntimeError, and loads nothing, if the dictionary is empty or lacks "ipu_state" or "ipu_param",
-        or for states of another rule, of other shapes, or with values that no update yields.
+        or for states of another optimizer, of other shapes, or with values that no update yields.
         """
         if not state_dict:
             raise RuntimeError(
@@ -181,15 +222,15 @@ class Optimizer:
                 "Only IPU optimizer states can be loaded into a poptorch optimizer: this dictionary lacks "
                 "'ipu_state' or 'ipu_param', so another optimizer wrote it.\n"
                 f"  found: {', '.join(map(repr, state_dict))}\n"
-                "  fix: load what `optimizer.state_dict()` of a poptorch optimizer returned; if a torch optimizer with"
-                " the same rule wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
+                "  fix: load what `optimizer.state_dict()` of a poptorch optimizer returned; if a torch optimizer of"
+                " this name wrote it, load {'ipu_state': None, 'ipu_param': None, **dictionary}"
             )
         torch_part = dict(state_dict)
         ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param") or {}
         names = self._names or names_in(ipu_param)
         if ipu_state is not None:
             torch_part["state"] = self._joined_states(names, torch_part["state"], ipu_state)
-        check_torch_state(self._kind, self, torch_part)
+        check_torch_state(self, torch_part)
         super().load_state_dict(torch_part)  # type: ignore[misc]
         self._names = names
         if ipu_state is None:
@@ -210,9 +251,9 @@ class Optimizer:
         """Return each parameter's state, by index: from "ipu_state", else from `states`, else the present
         one. Log a warning of present states that "ipu_state" lacks."""
         present = {name: self.state.get(p, {}) for name, p in zip(names, parameters_of(self), strict=False)}
-        if missing := sorted(to_ipu_state(self._kind, present).keys() - ipu_state.keys()):
+        if missing := sorted(to_ipu_state(type(self), present).keys() - ipu_state.keys()):
             logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
-        loaded = from_ipu_state(self._kind, ipu_state)
+        loaded = from_ipu_state(type(self), ipu_state)
         joined = {
             index: {**present[name], **states.get(index, {}), **loaded.get(name, {})}
             for index, name in enumerate(present)
@@ -254,7 +295,14 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def rates_of(kind: str, optimizer: Any) -> Hyper:
+def class_of(optimizer: Any) -> type[Optimizer] | None:
+    """Return the class of this package that describes an optimizer: its own, or the one of the same name as its class
+    of torch; None for others, of whose rates and states nothing is known."""
+    bases = type(optimizer).__mro__  # the nearest first: torch derives AdamW from Adam
+    return next((Optimizer._classes[base] for base in bases if base in Optimizer._classes), None)
+
+
+def rates_of(optimizer: Any) -> Hyper:
     """Return the rates of an optimizer's groups, and its loss scaling. Raises AssertionError for invalid
     ones."""
     scaling = as_float(getattr(optimizer, "loss_scaling", 1.0), "loss_scaling", "the optimizer")
@@ -264,33 +312,57 @@ def rates_of(kind: str, optimizer: Any) -> Hyper:
             "  why: the loss is multiplied by it, and gradients are divided by it before the update\n"
             "  fix: loss_scaling=1.0, or a power of two for half precision"
         )
-    groups = (_group_rates(kind, group, index) for index, group in enumerate(optimizer.param_groups))
+    groups = (_group_rates(optimizer, group, index) for index, group in enumerate(optimizer.param_groups))
     return Hyper(groups=tuple(groups), loss_scaling=scaling)
 
 
-def _group_rates(kind: str, group: dict[str, Any], index: int) -> dict[str, float]:
-    """Return the rates of parameter group `index`, with "betas" split. Raises errors as `rates_of`."""
-    rule, where, rates = RULES[kind], f"parameter group {index}", {}
-    for key in rule.group_keys:
+def _group_rates(optimizer: Any, group: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the rates of parameter group `index`: numbers, switches and words. Raises errors as `rates_of`."""
+    known, where = class_of(optimizer), f"parameter group {index}"
+    for key in known._rates if known is not None else ():
         if key not in group:
             raise AssertionError(
-                f"Mandatory attribute {key} not found in {where} of the {kind} optimizer; "
+                f"Mandatory attribute {key} not found in {where} of {type(optimizer).__name__}; "
                 f"fix: optimizer.param_groups[{index}][{key!r}] = ..."
             )
-    for name in (*rule.rates, "maximize"):
-        value = group.get(name, False)
-        if name == "betas":
-            if not isinstance(value, tuple) or len(value) != rule.betas:
-                raise AssertionError(
-                    f"Expected a tuple of {rule.betas} numbers for betas in {where}, but found {value!r}"
-                )
-            rates |= {f"beta{n}": as_float(beta, name, where) for n, beta in enumerate(value, 1)}
-        else:
-            is_default = name == "max_weight_norm" and value is None
-            rates[name] = MAX_WEIGHT_NORM if is_default else as_float(value, name, where)
-    if rule.fused is not None and group.get("fused"):
-        rates["fused"] = 1.0
+        value = group[key]
+        if key == "betas" and not (isinstance(value, tuple) and len(value) == 2):
+            raise AssertionError(f"Expected a tuple of 2 numbers for betas in {where}, but found {value!r}")
+        if not (key == "max_weight_norm" and value is None):  # the default
+            for number in value if key == "betas" else (value,):
+                as_float(number, key, where)
+    rates = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params" and _is_rate(value)
+    }
+    if known is not None and _may_use_lists(group):
+        rates["foreach"] = True
     return rates
+
+
+def _may_use_lists(group: dict[str, Any]) -> bool:
+    """Return whether torch's loop over lists of parameters is faster, for the same bits: to start an operation takes
+    longer than its work. (By itself torch chooses it for accelerators only; it copies a state of all parameters.)"""
+    is_free = (
+        group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
+    )
+    values = group["params"]
+    return (
+        is_free
+        and not isinstance(group["lr"], Tensor)
+        and sum(value.numel() for value in values) <= _SMALL
+        and all(value.is_cpu and type(value) in (Tensor, Parameter) for value in values)
+    )
+
+
+def _is_rate(value: Any) -> bool:
+    """Return whether a value of a group is a number, a switch or a word, or a pair of numbers."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, tuple):
+        return all(map(_is_rate, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def as_float(value: Any, name: str, where: str) -> float:
@@ -311,13 +383,13 @@ def _ipu_param_name(rate: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
+def to_ipu_param(kind: type[Optimizer], group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
     """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates. SGD
     without momentum has two derived values instead, with dampening d, weight decay λ and loss scaling s:
     scaledLearningRate0 = lr·(1 − d) / s and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ."""
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
-        rates = hyper.groups[index]
+        rates = numbers_of(kind, hyper.groups[index])
         values = {_ipu_param_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
         if "dampening" in rates and rates["momentum"] == 0:
             step = rates["lr"] * (1 - rates["dampening"])
@@ -326,6 +398,19 @@ def to_ipu_param(group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]
         for name, value in values.items():
             entries[f"{name}{_SPECIFIC}{parameter}"] = torch.tensor(value)
     return entries
+
+
+def numbers_of(kind: type[Optimizer] | None, rates: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates of a group as numbers, with "betas" as "beta1" and "beta2": those that a class names, else all
+    numbers."""
+    found: dict[str, float] = {}
+    for name in rates if kind is None else kind._rates:
+        value = rates[name]
+        if name == "betas":
+            found |= {f"beta{n}": float(beta) for n, beta in enumerate(value, 1)}
+        elif isinstance(value, (int, float, Tensor)) or name == "max_weight_norm":
+            found[name] = MAX_WEIGHT_NORM if value is None else float(value)
+    return found
 
 
 # poptorch's format ------------------------------------------------------------------------------------
@@ -337,9 +422,9 @@ def names_in(ipu_param: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, keys)))
 
 
-def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
+def to_ipu_state(kind: type[Optimizer], states: Mapping[str, State]) -> dict[str, Tensor]:
     """Convert states, by canonical parameter name, to an "ipu_state" with the same tensors."""
-    prefixes = {state.name: state.file for state in RULES[kind].states if state.file}
+    prefixes = {name: state.file for name, state in kind._states.items() if state.file}
     return {
         f"{prefixes[name]}___{parameter}": value
         for parameter, state in states.items()
@@ -348,9 +433,9 @@ def to_ipu_state(kind: str, states: Mapping[str, State]) -> dict[str, Tensor]:
     }
 
 
-def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Convert an "ipu_state" to states by canonical parameter name, without entries that the rule lacks."""
-    names = {state.file: state.name for state in RULES[kind].states if state.file}
+def from_ipu_state(kind: type[Optimizer], ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
+    """Convert an "ipu_state" to states by canonical parameter name, without entries that the optimizer lacks."""
+    names = {state.file: name for name, state in kind._states.items() if state.file}
     states: dict[str, State] = {}
     for key, value in ipu_state.items():
         prefix, _, parameter = key.partition("___")
@@ -362,18 +447,17 @@ def from_ipu_state(kind: str, ipu_state: Mapping[str, Tensor]) -> dict[str, Stat
 # checks -----------------------------------------------------------------------------------------------
 
 
-def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+def check_torch_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if torch's part of a `state_dict()` has states of another kind of optimizer, of
-    other shapes than the parameters, or with values that no update yields."""
-    if kind == OWN_STEP:
+    other shapes than the parameters, or with values that no update yields. States of unknown kinds pass."""
+    kind = class_of(optimizer)
+    if kind is None:
         return
-    rule_states = RULES[kind].states
-    always = {each.name for each in rule_states if each.dtype and not each.when}
-    known = {"step", *(each.name for each in rule_states)}
+    first, known = next(iter(kind._states)), {"step", *kind._states}
     for index, parameter in enumerate(parameters_of(optimizer)):
         state = state_dict["state"].get(index, {})
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        if tensors and not always <= set(tensors) <= known:
+        if tensors and not {first} <= set(tensors) <= known:
             raise RuntimeError(
                 f"the state to be loaded into {type(optimizer).__name__} is of another kind of optimizer: of parameter"
                 f" {index} it has {', '.join(sorted(tensors))}, and {type(optimizer).__name__} keeps"
@@ -386,7 +470,8 @@ def check_torch_state(kind: str, optimizer: Any, state_dict: Mapping[str, Any]) 
                 raise RuntimeError(
                     f"the state to be loaded can't be right: {name} of parameter {index} is {shown}\n"
                     f"  why: {why}\n"
-                    f"  fix: load what state_dict() of an optimizer of this kind ({kind}) returned for this model"
+                    f"  fix: load what state_dict() of an optimizer of this kind ({kind.__name__}) returned for this"
+                    " model"
                 )
 
 

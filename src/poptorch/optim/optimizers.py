@@ -1,45 +1,37 @@
 """The optimizers of `poptorch.optim`, with PopTorch's arguments; an argument that is None has torch's default.
 
-`foreach`, `capturable` and `differentiable` change `step()` on the host and have no effect on executors. With
-`fused=True` executors call torch's fused kernel, whose last bits differ from those of the default formula.
+Their `step()` is torch's where torch has the optimizer, and else the formula in the class's docstring. Executors call
+it, as a plain loop does. `fused=True` chooses torch's fused kernel, whose last bits differ.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from popengine.update.group_update import init_state, update
+from popengine.torch_private import step_without_hooks
 from poptorch.logs import logger
-from poptorch.optim.freeze_optimizer import freeze_optimizer
-from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer, VariableAttributes, parameters_of
+from poptorch.optim.optimizer_base import MAX_WEIGHT_NORM, Optimizer, StateKind, VariableAttributes
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
-
-@torch.no_grad()
-def step_by_engine_rule(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor] | None = None) -> Any:
-    """Update the host's weights, from their `.grad`, and `optimizer.state` in place, by the executors' rule.
-    Return the result of `closure`, which is called first; None without a closure."""
-    with torch.enable_grad():
-        loss = None if closure is None else closure()
-    names = {id(value): str(id(value)) for value in parameters_of(optimizer)}
-    rule, hyper = freeze_optimizer(optimizer, names)
-    for group, rates in zip(optimizer.param_groups, hyper.groups, strict=True):
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        gradients = [parameter.grad.clone() for parameter in parameters]  # a rule may overwrite them
-        for parameter in parameters:
-            optimizer.state[parameter] = optimizer.state[parameter] or init_state(rule, parameter)
-        update(rule, rates, parameters, gradients, [optimizer.state[parameter] for parameter in parameters])
-    return loss
+_Closure = Callable[[], Tensor] | None
+_FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
+_MOMENTS = {
+    "exp_avg": StateKind("Accl1", _FIRST),
+    "exp_avg_sq": StateKind("Accl2", _SECOND),
+    "step": StateKind("Step"),
+}
+_AT_ONCE = 1 << 20  # elements that a formula updates together: about what fits the cores' caches
+_IN_A_SUM = 1 << 15  # elements that torch sums in one thread
 
 
-class SGD(Optimizer, torch.optim.SGD):
+class SGD(Optimizer, torch.optim.SGD):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Stochastic gradient descent: v ← μ·v + (1 − d)·(g + λ·w), w ← w − lr·v (momentum μ, weight decay λ).
 
-    Executors apply the dampening d from the first step on, while `torch.optim.SGD` starts at the second.
+    The first step is dampened too, and v without momentum, while `torch.optim.SGD` starts at the second step.
 
     >>> optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, loss_scaling=1024)
 
@@ -50,10 +42,9 @@ class SGD(Optimizer, torch.optim.SGD):
           max_grad_norm: bound to which the gradients' global norm is clipped, after reduction and unscaling
     """
 
-    _kind = "sgd"
+    _states = {"momentum_buffer": StateKind("Accl1", "velocity_accum_type", "momentum")}
     _needs_lr = True
     _more_rates = ("velocity_scaling",)  # of combined accumulators
-    dampens_first_step = True
     use_combined_accum: bool = False
     velocity_accum_type: torch.dtype = torch.float32
     _arguments = """
@@ -76,20 +67,32 @@ class SGD(Optimizer, torch.optim.SGD):
             for group in self.param_groups:
                 group.setdefault("velocity_scaling", self.defaults["velocity_scaling"])
 
+    def step(self, closure: _Closure = None) -> Any:  # type: ignore[override]
+        """Update the weights by torch's `step()`, from velocities of 0."""
+        dampened = [group for group in self.param_groups if group["dampening"] and not group["momentum"]]
+        rates = [group["lr"] for group in dampened]
+        for group in dampened:  # which torch doesn't
+            group["lr"] = group["lr"] * (1 - group["dampening"])
+        try:
+            return step_without_hooks(torch.optim.SGD)(self, closure)
+        finally:
+            for group, rate in zip(dampened, rates, strict=True):
+                group["lr"] = rate
+
 
 class _Moments(Optimizer):
+    _states = _MOMENTS
     first_order_momentum_accum_type: torch.dtype = torch.float32
     second_order_momentum_accum_type: torch.dtype = torch.float32
 
 
-class Adam(_Moments, torch.optim.Adam):
+class Adam(_Moments, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Adam, with weight decay as an L2 penalty in the gradient. `SGD` describes the common arguments.
     Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.
 
     Args: first_order_momentum_accum_type, second_order_momentum_accum_type: dtypes of the two moments
     """
 
-    _kind = "adam"
     _arguments = """
         lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused loss_scaling
         accum_type first_order_momentum_accum_type second_order_momentum_accum_type max_grad_norm *
@@ -104,7 +107,6 @@ class AdamW(_Moments, torch.optim.AdamW):
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
     """
 
-    _kind = "adamw"
     bias_correction: bool = True
     _arguments = """
         lr betas eps weight_decay amsgrad maximize foreach capturable differentiable fused loss_scaling
@@ -112,12 +114,15 @@ class AdamW(_Moments, torch.optim.AdamW):
         max_grad_norm
     """
 
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
-        """Update the host's weights by torch's `step`, or (`bias_correction` off) by the executors' rule."""
-        return super().step(closure) if self.bias_correction else step_by_engine_rule(self, closure)
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, steps = super()._init_group(group, *lists), lists[-1]
+        if not self.bias_correction:  # torch divides the moments by 1 - beta ** step
+            torch._foreach_add_(steps, 1.0)
+            steps[:] = [torch.full_like(step, math.inf) for step in steps]
+        return found
 
 
-class RMSprop(_Moments, torch.optim.RMSprop):
+class RMSprop(_Moments, torch.optim.RMSprop):  # pyright: ignore[reportIncompatibleMethodOverride]
     """RMSprop, centered or not. `SGD` describes the common arguments; there is none for clipping.
     Defaults: lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False.
 
@@ -127,34 +132,59 @@ class RMSprop(_Moments, torch.optim.RMSprop):
           second_order_momentum_accum_type: dtype of the square average
     """
 
-    _kind = "rmsprop"
+    _states = {
+        "square_avg": StateKind("Accl1", _SECOND),
+        "momentum_buffer": StateKind("Accl2", _FIRST, "momentum"),
+        "grad_avg": StateKind("Accl3", _FIRST, "centered"),
+        "step": StateKind(""),
+    }
     use_tf_variant: bool = False
     _arguments = """
         lr alpha eps weight_decay momentum centered foreach maximize differentiable loss_scaling accum_type
         first_order_momentum_accum_type second_order_momentum_accum_type use_tf_variant * capturable
     """
 
+    def _first_state(self, name: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        state = super()._first_state(name, parameter, group)
+        return state.fill_(1) if self.use_tf_variant and name == "square_avg" else state
 
-class OwnRule(Optimizer, torch.optim.Optimizer):
-    """Base class of optimizers that torch lacks. On the host, `step()` runs the rule of executors."""
+    def step(self, closure: _Closure = None) -> Any:  # type: ignore[override]
+        """Update the weights by torch's `step()`, or TensorFlow's rule: with s the running mean of g², minus, if
+        centered, the square of the running mean of g: b ← μ·b + lr·g / √(s + eps);  w ← w − b."""
+        if not self.use_tf_variant:
+            return step_without_hooks(torch.optim.RMSprop)(self, closure)
+        return _step_by_formula(self, closure, self._update)
 
-    def __init__(self, params: ParamsT, **rates: Any) -> None:
-        self._init_from_arguments({"params": params, **rates})
+    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
+        lr, alpha, momentum = group["lr"], group["alpha"], group["momentum"]
+        gradients, squares = some.gradients(group), some.states("square_avg")
+        torch._foreach_mul_(squares, alpha)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
+        if group["centered"]:
+            means = some.states("grad_avg")
+            torch._foreach_lerp_(means, gradients, 1 - alpha)
+            squares = torch._foreach_addcmul(squares, means, means, -1)
+        roots = torch._foreach_sqrt(torch._foreach_add(squares, group["eps"]))
+        if momentum > 0:
+            buffers = some.states("momentum_buffer")
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_addcdiv_(buffers, gradients, roots, lr)
+            torch._foreach_sub_(some.weights, buffers)
+        else:
+            torch._foreach_addcdiv_(some.weights, gradients, roots, -lr)
 
-    step = step_by_engine_rule  # type: ignore[assignment]
 
+class LAMB(_Moments, torch.optim.Optimizer):
+    """Adam with steps scaled layer by layer: w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖, or w − lr·u if a norm is 0.
 
-class LAMB(OwnRule, _Moments):
-    """Adam with steps scaled layer by layer: w ← w − lr·u·min(‖w‖, max_weight_norm) / ‖u‖.
-
-    The step is u = m̂ / (√v̂ + eps) + λ·w, with the moments m̂ and v̂ and the weight decay λ.
+    The step is u = m̂ / (√v̂ + eps) + λ·w, with the moments m̂ and v̂ and the weight decay λ. From You et al., "Large Batch
+    Optimization for Deep Learning", 2019. A norm is that of one weight.
 
     Args: bias_correction: False uses the moments without dividing them by 1 − β^step
           max_weight_norm: may also be a key of a parameter group; None is 65500
     Defaults: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0. `Adam` describes the common arguments.
     """
 
-    _kind = "lamb"
     _defaults = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_weight_norm=MAX_WEIGHT_NORM)
     bias_correction: bool = True
     _arguments = """
@@ -162,8 +192,32 @@ class LAMB(OwnRule, _Moments):
         first_order_momentum_accum_type second_order_momentum_accum_type
     """
 
+    def step(self, closure: _Closure = None) -> Any:  # type: ignore[override]
+        """Update the weights that have gradients; return the result of `closure`, which is called first."""
+        return _step_by_formula(self, closure, self._update)
 
-class LARS(OwnRule):
+    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
+        (beta1, beta2), gradients = group["betas"], some.gradients({})
+        means, squares = some.states("exp_avg"), some.states("exp_avg_sq")
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        counts = [step.item() if self.bias_correction else math.inf for step in some.states("step")]
+        # m̂ / (√v̂ + eps) = m / (√v + r·eps) · r / (1 − β₁^step), with r = √(1 − β₂^step).
+        roots, factors = torch._foreach_sqrt(squares), [(1 - beta2**count) ** 0.5 for count in counts]
+        torch._foreach_add_(roots, [group["eps"] * factor for factor in factors])
+        steps = torch._foreach_mul(some.weights, group["weight_decay"])
+        scales = [factor / (1 - beta1**count) for factor, count in zip(factors, counts, strict=True)]
+        torch._foreach_addcdiv_(steps, means, roots, scales)
+        bound = group["max_weight_norm"]
+        sizes = some.norms(some.weights).clamp(max=MAX_WEIGHT_NORM if bound is None else bound)
+        lengths = some.norms(steps)
+        trust = torch.where((sizes == 0) | (lengths == 0), 1.0, sizes / lengths)
+        torch._foreach_mul_(steps, some.by_weight(trust))
+        torch._foreach_add_(some.weights, steps, alpha=-group["lr"])
+
+
+class LARS(Optimizer, torch.optim.Optimizer):
     """SGD with steps scaled layer by layer: v ← μ·v + lr·λ·(g + β·w), w ← w − v. (Pando.)
 
     λ = η·‖w‖ / (‖g‖ + β·‖w‖ + eps), or 1 where a norm is 0. Weights of fewer than two dimensions (biases, and
@@ -173,10 +227,118 @@ class LARS(OwnRule):
     Args: momentum, weight_decay, eta: μ, β and η. `SGD` describes the common arguments.
     """
 
-    _kind = "lars"
+    _states = {"momentum_buffer": StateKind("Accl1", "velocity_accum_type")}
     _needs_lr = True
     _defaults = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-5, "eta": 1e-3, "eps": 0.0}
     velocity_accum_type: torch.dtype = torch.float32
     _arguments = """
         lr momentum weight_decay eta eps loss_scaling accum_type velocity_accum_type max_grad_norm
     """
+
+    def step(self, closure: _Closure = None) -> Any:  # type: ignore[override]
+        """Update the weights that have gradients; return the result of `closure`, which is called first."""
+        return _step_by_formula(self, closure, self._update)
+
+    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
+        decay, velocities, weights = group["weight_decay"], some.states("momentum_buffer"), some.weights
+        gradients = some.gradients({})
+        sizes, lengths = some.norms(weights), some.norms(gradients)
+        rates = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
+        rates = some.by_weight(torch.where((sizes == 0) | (lengths == 0), 1.0, rates))
+        scaled = [i for i, weight in enumerate(weights) if weight.dim() - some.has_rows[i] > 1]
+        if scaled:
+            steps = torch._foreach_add(
+                [gradients[i] for i in scaled], [weights[i] for i in scaled], alpha=decay
+            )
+            torch._foreach_mul_(steps, [rates[i] for i in scaled])
+            gradients = [*gradients]
+            for i, step in zip(scaled, steps, strict=True):
+                gradients[i] = step
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, gradients, alpha=group["lr"])
+        torch._foreach_sub_(weights, velocities)
+
+
+# ---- formulas ------------------------------------------------------------------------------------------------
+
+
+class _Parameters:
+    """Some parameters of a group that a formula updates together; complex ones as real numbers."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._parameters, self._states = parameters, [optimizer.state[each] for each in parameters]
+        # By parameter, whether it has a row for each group of replicas, which are weights of their own.
+        self.has_rows = [id(each) in optimizer._per_replica for each in parameters]
+        self.weights = [*map(_as_real, parameters)]
+
+    def gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return the gradients, with the sign and the L2 penalty, λ·w, that a group asks for; not to be written to."""
+        found: Any = [_as_real(each.grad) for each in self._parameters if each.grad is not None]
+        if group.get("maximize"):
+            found = torch._foreach_neg(found)
+        decay = group.get("weight_decay", 0)
+        return list(torch._foreach_add(found, self.weights, alpha=decay)) if decay else found
+
+    def states(self, name: str) -> list[Tensor]:
+        """Return the state of this name of each parameter."""
+        return [_as_real(state[name]) for state in self._states]
+
+    def norms(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the norm of each of these values of the parameters, and of each row of those with rows: [norms]."""
+        parts = [each.unbind() if rows else [each] for each, rows in zip(values, self.has_rows, strict=True)]
+        return torch.stack([_norm(part) for each in parts for part in each])
+
+    def by_weight(self, values: Tensor) -> list[Tensor]:
+        """Return numbers in the order of `norms` as those of each parameter, which broadcast to it."""
+        found = values.split(
+            [len(each) if rows else 1 for each, rows in zip(self.weights, self.has_rows, strict=True)]
+        )
+        return [
+            own.reshape(-1, *[1] * (each.dim() - 1)) if rows else own.reshape(())
+            for own, each, rows in zip(found, self.weights, self.has_rows, strict=True)
+        ]
+
+
+@torch.no_grad()
+def _step_by_formula(
+    optimizer: Any, closure: _Closure, update: Callable[[dict[str, Any], _Parameters], None]
+) -> Any:
+    """Update the weights that have gradients by a formula; return the result of `closure`, which is called first."""
+    with torch.enable_grad():
+        loss = None if closure is None else closure()
+    for group in optimizer.param_groups:
+        optimizer._complete_states(group)
+        for parameters in _in_parts([each for each in group["params"] if each.grad is not None]):
+            some = _Parameters(optimizer, parameters)
+            if "step" in optimizer._states:
+                torch._foreach_add_(some.states("step"), 1)
+            update(group, some)
+    return loss
+
+
+def _in_parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbours on one device: on the CPU about `_AT_ONCE` elements together."""
+    found, count = list[Tensor](), 0
+    for parameter in parameters:
+        is_full = parameter.is_cpu and count + parameter.numel() > _AT_ONCE
+        if found and (is_full or parameter.device != found[0].device):
+            yield found
+            found, count = [], 0
+        found.append(parameter)
+        count += parameter.numel()
+    if found:
+        yield found
+
+
+def _norm(value: Tensor) -> Tensor:
+    """Return the norm of a tensor: with the same bits for each number of threads."""
+    flat = value.reshape(-1)
+    if value.is_cpu and len(flat) > _IN_A_SUM:  # a norm of norms of parts, each by one thread
+        whole = len(flat) // _IN_A_SUM * _IN_A_SUM
+        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _IN_A_SUM), dim=1)
+        flat = torch.cat([norms, torch.linalg.vector_norm(flat[whole:]).view(1)])
+    return torch.linalg.vector_norm(flat)
+
+
+def _as_real(value: Tensor) -> Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value

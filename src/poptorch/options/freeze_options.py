@@ -61,7 +61,7 @@ def engine_settings(
     is_mean = update.accumulation_and_replication_reduction_type == ReductionType.Mean
     is_running = update.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Running
     if optimizer is not None and optimizer.accumulator_type == torch.float16:  # running means do not overflow
-        is_running |= not optimizer.flags.get("use_combined_accum")
+        is_running |= optimizer.kind != "SGD1"
     device, names = chosen_devices(options, training)
     state = options.TensorLocations.location_optimizer.toDict()
     is_sharded = training and counts.global_replicas > 1 and state.get("replicated_tensor_sharding", False)

@@ -1,8 +1,8 @@
 // A trace that is steered: hover, wheel, drag and keys; and the strip of the whole run.
 
 const WORDS = {
-  sum: "add to gradient sums", gather: "gather over replicas", copy: "copy weights", exchange: "all-reduce gradients", norm: "norms of gradients",
-  begin: "begin the update", measure: "norms of the update", trust: "trust ratios", update: "update weights", share: "share weights", end: "end the step",
+  sum: "add to gradient sums", gather: "gather over replicas", copy: "copy weights", exchange: "all-reduce gradients",
+  update: "update weights", share: "share weights",
 };
 
 class Trace extends TracePicture {

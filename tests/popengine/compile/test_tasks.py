@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,13 @@ from popengine.settings import Counts, Optimizer, Settings
 from popengine.table import actions
 
 
-def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, kind="sgd", instances=1):
+def plan_of(*ipus, order="1f1b", accumulation=8, iterations=1, training=True, instances=1):
     graph = graph_of(Net().train(training), training)
     settings = Settings(
         training,
         Counts(iterations=iterations, accumulation=accumulation, instances=instances),
         stages(*ipus, order=order),
-        optimizer=Optimizer(kind, {}) if training else None,
+        optimizer=Optimizer("sgd") if training else None,
     )
     return compile_graph(graph, settings)
 
@@ -68,34 +68,17 @@ def test_the_table_of_a_small_model():
     names = [str(task) for task in plan.tasks]
     forward = ["copy", "copy", "F0", "F0", "F1", "F2", "F3"]  # F0 is cut at its buffers
     backward = ["B3", "sum B3", "B2", "sum B2", "B1", "sum B1", "B0", "sum B0"]
-    assert names == [*forward, *backward, "begin", "update", "update", "end"]
+    assert names == [*forward, *backward, "update"]
     assert waits(plan, row_of(plan, "F1")) == {("F0", 0)}
     assert ("F3", 0) in waits(plan, row_of(plan, "B3"))
     assert waits(plan, row_of(plan, "sum B0")) == {("B0", 0), ("sum B0", 1)}
-    done = {name for name, behind in waits(plan, row_of(plan, "begin")) if behind is None}
+    done = {name for name, behind in waits(plan, row_of(plan, "update")) if behind is None}
     assert done == {*forward, *backward} - {"copy"}
-
-
-def test_gradients_have_rows_that_measure_them_only_if_settings_need_it():
-    graph = graph_of(Net(), True)
-    optimizers = Optimizer("sgd", {}), Optimizer("sgd", {}, max_grad_norm=1.0)
-    for optimizer, scaling in product(optimizers, (False, True)):
-        counts, strategy = Counts(accumulation=8), stages(0, 1, 2, 3)
-        settings = Settings(True, counts, strategy, optimizer=optimizer, automatic_loss_scaling=scaling)
-        kinds = [task.kind for task in compile_graph(graph, settings).tasks]
-        assert kinds.count("norm") == (scaling or optimizer is optimizers[1])
 
 
 def test_a_plan_has_the_size_of_the_model_and_not_of_the_batch():
     few, many = (plan_of(0, 1, 2, 3, accumulation=count) for count in (8, 1024))
     assert few.tasks == many.tasks
-
-
-def test_rules_that_need_norms_measure_before_they_update():
-    plan = plan_of(0, 1, 2, 3, kind="lamb")
-    assert waits(plan, row_of(plan, "trust")) == {("begin", 0), ("measure", None)}
-    updates = [row for row, task in enumerate(plan.tasks) if task.kind == "update"]
-    assert all(waits(plan, row) == {("trust", 0)} for row in updates)
 
 
 def test_processes_exchange_in_one_order_and_before_any_update():
@@ -104,7 +87,7 @@ def test_processes_exchange_in_one_order_and_before_any_update():
     assert len(exchanges) == 4
     for before, row in pairwise(exchanges):
         assert After(before) in plan.tasks[row].after
-    assert After(exchanges[-1]) in plan.tasks[row_of(plan, "begin")].after
+    assert After(exchanges[-1]) in plan.tasks[row_of(plan, "update")].after
 
 
 @pytest.mark.parametrize(("ipus", "order"), LAYOUTS)
@@ -183,7 +166,7 @@ def test_a_shared_weight_goes_once_a_step_to_the_stage_that_borrows_it():
 
 def test_each_ipu_updates_what_lives_there():
     plan = plan_of(0, 1, 2, 3)
-    updates = {t.ipu: x for t in plan.tasks for x in t.instructions if x.kind == "update"}
+    updates = {x.peer: x for t in plan.tasks for x in t.instructions if x.kind == "update"}
     assert {ipu: sorted(update.keys) for ipu, update in updates.items()} == {
         0: ["a.bias", "a.weight", "norm.bias", "norm.weight"],
         1: ["b.bias", "b.weight"],
@@ -209,7 +192,7 @@ def test_running_statistics_pass_from_one_micro_batch_to_the_next():
 
 
 def test_the_same_graph_and_settings_give_the_same_plan():
-    settings = Settings(True, Counts(accumulation=8), stages(0, 1, 2, 0), optimizer=Optimizer("sgd", {}))
+    settings = Settings(True, Counts(accumulation=8), stages(0, 1, 2, 0), optimizer=Optimizer("sgd"))
     again = compile_graph(captured(net()), settings)
     assert plan_of(0, 1, 2, 0).tasks == again.tasks  # that of a graph that has been compiled often
 
@@ -247,7 +230,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(("order", "ticks"), [("1f1b", 33), ("zero-bubble", 27)])
 def test_weight_gradients_wait_for_the_backward_of_their_stage_alone(order, ticks):
     """Values that stages share are freed by rows for which nothing else of the micro-batch waits."""
-    settings = Settings(True, Counts(1, 8), stages(0, 1, 2, 3, order=order), optimizer=Optimizer("sgd", {}))
+    settings = Settings(True, Counts(1, 8), stages(0, 1, 2, 3, order=order), optimizer=Optimizer("sgd"))
     plan = compile_graph(graph_of(Chain()), settings)
     found, _ = actions(plan.tasks)
     backwards = Counter(action.stage for action in found if action.phase != "F")

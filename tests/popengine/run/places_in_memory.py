@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import torch
+from engine_models import train_state_of
 
 from popengine.run.engine import Engine
 from popengine.run.instances.connections import PeerFailed
-from popengine.run.train_state import TrainState
 from popengine.torch_private import ALIGNMENT
 
 LIMIT = 300  # seconds until a call that hangs fails
@@ -129,6 +129,9 @@ class MemoryMailbox:
         commit()
         self.world.meet()
 
+    def run_once(self, part, function):
+        function([part])
+
     def abort(self, why):
         self.world.abort(why)
 
@@ -146,7 +149,9 @@ class SeveralEngines:
         for place in places:
             held_here = {slots[name] for names in plan.state_at(place).values() for name in names}
             own = {key: value.clone() for key, value in weights.items() if key in held_here}
-            self.train_state[place] = TrainState(own.copy, seed=train_state.random_state[0])
+            kind = None if settings.optimizer is None else settings.optimizer.kind
+            trained, seed = plan.partition.signature.trained, train_state.random_state[0]
+            self.train_state[place] = train_state_of(own, trained, kind, seed)
             own_settings = replace(settings, place=place)
             mail = self.world.mail[place]
             self.engines[place] = Engine(plan, own_settings, self.train_state[place], mail=mail)

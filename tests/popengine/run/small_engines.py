@@ -3,21 +3,13 @@
 from dataclasses import replace
 
 import torch
-from engine_models import graph_of, net, once, stages
+from engine_models import graph_of, net, once, rates, stages, train_state_of
 
 from popengine.compile import compile_graph
 from popengine.compile.tasks import make_plan
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
-from popengine.run.train_state import TrainState
-from popengine.settings import Anchor, Counts, Hyper, Optimizer, Place, Settings
-
-SGD = {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False}
-ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_weight_norm": 10.0}
-TYPES = {
-    "sgd": {"momentum_buffer": torch.float32},
-    "adam": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
-}
+from popengine.settings import Anchor, Counts, Optimizer, Place, Settings
 
 # By name, options of `engine_of`. The last of five micro-batches waits for a backward in all orders but GPipe.
 LAYOUTS = {
@@ -42,15 +34,12 @@ LAYOUTS = {
 }
 
 
-def rates(kind, lr=0.05):
-    return Hyper(({**(SGD if kind == "sgd" else ADAM), "lr": lr, "maximize": False},))
-
-
 def planned(**options):
     """What an engine of the small net is made of. A plan is a value, so that of the same options is made once."""
     plan, settings = _plan_of(**options)
     weights = {name: value.detach().clone() for name, value in net().state_dict().items()}
-    return plan, settings, TrainState(weights.copy, seed=3)
+    kind = None if settings.optimizer is None else settings.optimizer.kind
+    return plan, settings, train_state_of(weights, dict(net().named_parameters()), kind, seed=3)
 
 
 @once
@@ -66,14 +55,11 @@ def _plan_of(
 ):
     model = net(dropout)
     iterations, accumulation, replicas = counts
-    names = {name: 0 for name, _ in model.named_parameters()}
     settings = Settings(
         training,
         Counts(iterations, accumulation, replicas, replicas),
         stages(*ipus, order=order),
-        optimizer=Optimizer(kind, names, TYPES.get(kind, TYPES["adam"]), **(optimizer or {}))
-        if training
-        else None,
+        optimizer=Optimizer(kind, **(optimizer or {})) if training else None,
         **more,
     )
     return compile_graph(graph_of(model, training), settings), settings

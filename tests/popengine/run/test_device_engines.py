@@ -9,12 +9,11 @@ from itertools import cycle
 
 import pytest
 import torch
-from engine_models import enter, graph_of, stages
+from engine_models import OTHERS, enter, graph_of, stages, train_state_of
 from small_engines import (
     LAYOUTS,
     NAMES,
     PLACES,
-    TYPES,
     assert_same,
     batch_for,
     engine_of,
@@ -37,7 +36,7 @@ from popengine.run import devices
 from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.run.ready_queue import ReadyQueue
-from popengine.run.train_state import TrainState, has_same_bits
+from popengine.run.train_state import has_same_bits
 from popengine.settings import Counts, Optimizer, Place, Settings
 
 SPREAD = [name for name in LAYOUTS if name not in ("one ipu", "sharded state")]
@@ -58,6 +57,12 @@ def test_each_order_has_the_bits_of_one_cpu(order, which, monkeypatch):
     with late_devices(monkeypatch, seed=len(order), count=4):
         engines = on_devices(which, order=order, dropout=0.5)
         assert_same(trained(engines, calls=2), trained_on_cpu(order=order, dropout=0.5))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_optimizer_has_the_bits_of_one_cpu(kind, monkeypatch):
+    with late_devices(monkeypatch, seed=len(kind), count=4):
+        assert_same(trained(on_devices("four", kind=kind), calls=2), trained_on_cpu(kind=kind))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -159,10 +164,11 @@ def test_an_update_waits_until_other_devices_have_copied_the_weight(monkeypatch)
     graph = graph_of(model)
 
     def made(**more):
-        optimizer = Optimizer("sgd", {name: 0 for name, _ in model.named_parameters()}, TYPES["sgd"])
+        optimizer = Optimizer("sgd")
         settings = Settings(True, Counts(4, 4), stages(0, 1, 2, 3), optimizer=optimizer, **more)
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        return compile_graph(graph, settings), settings, TrainState(weights.copy)
+        state = train_state_of(weights, dict(model.named_parameters()), "sgd")
+        return compile_graph(graph, settings), settings, state
 
     expected = trained(Engine(*made()), calls=1)
     where = {"places": tuple(Place(0, ipu) for ipu in range(4)), "devices": NAMES["four"], "device": "cuda"}

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from engine_models import train_state_of
 from small_engines import LAYOUTS, assert_same, batch_for, engine_of, planned, rates, trained, trained_on_cpu
 from torch import nn
 
@@ -23,7 +24,7 @@ from popengine.run import devices
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.run.train_state import TrainState
-from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
+from popengine.settings import Counts, Optimizer, Settings, Strategy
 
 GPU = torch.device("late", 0)
 MORE_LAYOUTS = {f"order {name}": {"order": name} for name in ORDERS if name not in ("1f1b", "sharded")} | {
@@ -111,7 +112,7 @@ def test_a_layout_without_graphs_has_the_bits_of_the_cpu(name, monkeypatch):
         assert late.replays == 0
 
 
-FUSED = Hyper(({**rates("adamw").groups[0], "fused": True},))
+FUSED = rates("adamw", fused=True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_clipping_by_norm_measures_all_gradients_together(late, monkeypatch):
 
 
 def test_rates_that_change_are_used_in_replays(late):
-    hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
+    hyper = [rates("adamw", lr=lr) for lr in (0.1, 0.01, 0.2)]
     one, two = (trained(engine, hyper=hyper) for engine in (on_device(kind="adamw"), engine_of(kind="adamw")))
     assert_same(one, two)
     assert late.replays == 5
@@ -354,13 +355,13 @@ def run_model(name, training, device):
     kind, samples = MODELS[name]
     torch.manual_seed(0)
     model = kind().train(training)
-    names = {key: 0 for key, _ in model.named_parameters()}
     counts = Counts(2, 2 if training else 1)
-    optimizer = Optimizer("adamw", names) if training else None
+    optimizer = Optimizer("adamw") if training else None
     settings = Settings(training, counts, Strategy(), optimizer=optimizer, device="cuda")
     graph = capture(model, lambda inputs: model(*inputs), list(samples), training=training, device="cuda")
     weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    engine = Engine(compile_graph(graph, settings), settings, TrainState(weights.copy), device)
+    state = train_state_of(weights, dict(model.named_parameters()), "adamw" if training else None)
+    engine = Engine(compile_graph(graph, settings), settings, state, device)
     inputs = [sample.repeat(counts.product, *[1] * (sample.dim() - 1)) for sample in samples]
     inputs = [torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, 5) for x in inputs]
     results = engine.run(inputs, rates("adamw") if training else None)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from engine_models import Net, graph_of, net, stages
+from engine_models import Net, graph_of, net, rates, stages, train_state_of
 
 from popengine.compile import compile_graph
 from popengine.compile.capture import capture
@@ -13,17 +13,9 @@ from popengine.order import ORDERS
 from popengine.run.engine import Engine
 from popengine.run.row_functions import RowFunctions
 from popengine.run.train_state import TrainState
-from popengine.settings import Counts, Hyper, Optimizer, Settings, Strategy
+from popengine.settings import Counts, Optimizer, Settings, Strategy
 
-RATES = {
-    "lr": 0.05,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "weight_decay": 0.0,
-    "nesterov": False,
-    "maximize": False,
-}
-HYPER = Hyper((RATES,))
+HYPER = rates()
 
 
 def engine_for(
@@ -34,12 +26,12 @@ def engine_for(
         True,
         Counts(iterations=iterations, accumulation=accumulation, replicas=replicas, groups=replicas),
         stages(*ipus, order=order),
-        optimizer=Optimizer("sgd", {name: 0 for name, _ in model.named_parameters()}),
+        optimizer=Optimizer("plain sgd"),
         **more,
     )
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, TrainState(weights.copy, seed))
+    return Engine(plan, settings, train_state_of(weights, dict(model.named_parameters()), seed=seed))
 
 
 def batch(micro_batches):
@@ -93,8 +85,8 @@ def test_the_same_seed_and_step_draw_the_same_numbers():
 def test_a_sum_reduction_equals_a_mean_with_a_rate_as_many_times_higher():
     mean = engine_for(reduction="mean")
     total = engine_for(reduction="sum")
-    mean.run(batch(16), Hyper(({**RATES, "lr": 0.08},)))
-    total.run(batch(16), Hyper(({**RATES, "lr": 0.01},)))
+    mean.run(batch(16), rates(lr=0.08))
+    total.run(batch(16), rates(lr=0.01))
     for name, value in mean.state.train_state.find_weights().items():
         torch.testing.assert_close(value, total.state.train_state.find_weights()[name])
 
@@ -104,7 +96,7 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing():
     plain, scaled = engine_for(), engine_for()
     losses = (
         plain.run(batch(16), HYPER).outputs()[1],
-        scaled.run(batch(16), Hyper((RATES,), 128.0)).outputs()[1],
+        scaled.run(batch(16), rates(loss_scaling=128.0)).outputs()[1],
     )
     assert torch.equal(*losses)
     assert_equal(copied(plain), copied(scaled))
@@ -112,7 +104,7 @@ def test_a_loss_scale_of_a_power_of_two_changes_nothing():
 
 def test_new_rates_need_no_new_plan():
     engine = engine_for()
-    engine.run(batch(16), Hyper(({**RATES, "lr": 0.0},)))
+    engine.run(batch(16), rates(lr=0.0))
     assert torch.equal(engine.state.train_state.find_weights()["a.weight"], net().a.weight)
     engine.run(batch(16), HYPER)
     assert not torch.equal(engine.state.train_state.find_weights()["a.weight"], net().a.weight)
@@ -121,7 +113,7 @@ def test_new_rates_need_no_new_plan():
 def test_weights_written_are_used_by_every_replica():
     engine = engine_for(replicas=2)
     write(engine, {n: torch.zeros_like(v) for n, v in copied(engine).items() if v.is_floating_point()})
-    scores = engine.run(batch(32), Hyper(({**RATES, "lr": 0.0},))).outputs()[0]
+    scores = engine.run(batch(32), rates(lr=0.0)).outputs()[0]
     assert torch.equal(scores, torch.zeros_like(scores))
 
 

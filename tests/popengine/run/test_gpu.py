@@ -56,7 +56,7 @@ def test_replays_have_the_bits_of_steps_that_are_started_operation_by_operation(
 
 
 def test_rates_that_change_are_used_in_replays():
-    hyper = [rates("adamw", lr) for lr in (0.1, 0.01, 0.2)]
+    hyper = [rates("adamw", lr=lr) for lr in (0.1, 0.01, 0.2)]
     one, two = (trained(make(kind="adamw"), hyper=hyper) for make in (on_gpu, engine_of))
     assert_near(one, two)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import enter, graph_of, once, stages
+from engine_models import OTHERS, enter, graph_of, once, stages, train_state_of
 from places_in_memory import SeveralEngines
-from small_engines import LAYOUTS, TYPES, batch_for, planned, rates
+from small_engines import LAYOUTS, batch_for, planned, rates
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +18,7 @@ from popengine.ir import After
 from popengine.order import ORDERS, order_named, timeline
 from popengine.places import uncovered_edges, unordered_reads
 from popengine.run.engine import Engine
-from popengine.run.train_state import TrainState, has_same_bits
+from popengine.run.train_state import has_same_bits
 from popengine.settings import Counts, Optimizer, Place, Settings
 from popengine.table import actions
 
@@ -94,7 +94,9 @@ class Parts(nn.Module):
 def made(parts, **options):
     """The plan, settings and state of an engine of `Parts`."""
     plan, settings, weights = _made(parts, **options)
-    return plan, settings, TrainState({name: value.clone() for name, value in weights.items()}.copy, seed=3)
+    kind = None if settings.optimizer is None else settings.optimizer.kind
+    weights = {name: value.clone() for name, value in weights.items()}
+    return plan, settings, train_state_of(weights, plan.partition.signature.trained, kind, seed=3)
 
 
 @once
@@ -109,8 +111,7 @@ def _made(
     **more,
 ):
     model, graph = _captured(parts, training)
-    names = {name: 0 for name, value in model.named_parameters() if value.requires_grad}
-    rule = Optimizer(kind, names, TYPES.get(kind, TYPES["adam"]), max_grad_norm=clip) if training else None
+    rule = Optimizer(kind, max_grad_norm=clip) if training else None
     iterations, accumulation, replicas = counts
     counts = Counts(iterations, accumulation, replicas, replicas)
     settings = Settings(training, counts, stages(*ipus, order=order), optimizer=rule, **more)
@@ -169,6 +170,11 @@ def test_engines_of_several_places_have_the_bits_of_one(layout, place):
 def test_the_places_have_the_bits_of_one_engine_in_each_order(order):
     more = {"order": order, "kind": "adamw", "recompute": order == "zero-bubble"}
     assert differing(lambda: made(("norm", "skip", "tied", "dropout"), **more), FOUR, held=5) == []
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_optimizer_at_several_places_has_the_bits_of_one_engine(kind):
+    assert differing(lambda: planned(kind=kind), FOUR, held=3) == []
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -264,9 +264,9 @@ def test_device_states_are_named_and_named_back():
     states = {
         "fc.weight": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.zeros(2), "step": torch.tensor(1.0)}
     }
-    entries = to_ipu_state("adamw", states)
+    entries = to_ipu_state(optim.AdamW, states)
     assert list(entries) == ["Accl1___fc.weight", "Accl2___fc.weight", "Step___fc.weight"]
-    assert from_ipu_state("adamw", {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
+    assert from_ipu_state(optim.AdamW, {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
 
 
 def test_plain_sgd_names_the_rates_as_its_update_uses_them():
@@ -278,7 +278,7 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
         "nesterov": 0.0,
         "maximize": 0.0,
     }
-    entries = to_ipu_param({"w": 0}, Hyper((rates,), loss_scaling=2.0))
+    entries = to_ipu_param(optim.SGD, {"w": 0}, Hyper((rates,), loss_scaling=2.0))
     assert {name: round(value.item(), 6) for name, value in entries.items()} == {
         "lossScaling_FLOAT": 2.0,
         "scaledLearningRate0___specific___w": 0.125,
@@ -287,7 +287,8 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
 
 
 def test_other_rates_are_named_by_parameter():
-    rates = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.25, "maximize": 0.0}
-    entries = to_ipu_param({"w": 0}, Hyper((rates,)))
+    rates = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.25, "amsgrad": False}
+    entries = to_ipu_param(optim.AdamW, {"w": 0}, Hyper((rates,)))
+    assert entries["beta2___specific___w"].item() == pytest.approx(0.99)
     assert entries["learningRate___specific___w"].item() == 0.5
     assert entries["weightDecay___specific___w"].item() == 0.25

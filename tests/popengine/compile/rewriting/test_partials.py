@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engine_models import rates, train_state_of
 from torch import nn
 from torch.nn import functional
 
@@ -14,8 +15,7 @@ from popengine.errors import RunError
 from popengine.run import row_functions
 from popengine.run.backends.eager import build
 from popengine.run.engine import Engine
-from popengine.run.train_state import TrainState
-from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
+from popengine.settings import Counts, Optimizer, Settings, StagePlan, Strategy
 
 HALVES = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
@@ -197,27 +197,16 @@ def test_copies_of_weights_belong_to_no_piece_and_copies_of_values_to_those_that
 
 def engine_of(ipus, accumulation, recompute=False):
     model = model_of(torch.float16)
-    optimizer = Optimizer("sgd", dict.fromkeys(dict(model.named_parameters()), 0))
+    optimizer = Optimizer("plain sgd")
     settings = Settings(
         True, Counts(2, accumulation), strategy_of(*ipus), optimizer=optimizer, recompute=recompute
     )
     plan = compile_graph(graph_of(torch.float16), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, TrainState(weights.copy, 7))
+    return Engine(plan, settings, train_state_of(weights, dict(model.named_parameters()), seed=7))
 
 
-RATES = Hyper(
-    (
-        {
-            "lr": 0.05,
-            "momentum": 0.0,
-            "dampening": 0.0,
-            "weight_decay": 0.0,
-            "nesterov": False,
-            "maximize": False,
-        },
-    )
-)
+RATES = rates()
 
 
 def trained(ipus, accumulation=3, **more):

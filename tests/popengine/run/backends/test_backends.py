@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import graph_of, net
+from engine_models import graph_of, net, rates, train_state_of
 
 from popengine.compile import compile_graph
 from popengine.run.backends import inductor
@@ -14,31 +14,19 @@ from popengine.run.backends.eager import build
 from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace_piece
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
-from popengine.run.train_state import TrainState
-from popengine.settings import Counts, Hyper, Optimizer, Settings, StagePlan, Strategy
+from popengine.settings import Counts, Optimizer, Settings, StagePlan, Strategy
 
 # Fused kernels keep sums in another order: one float32 rounding (6e-8) an operation, over some twenty
 # operations and three weight updates.
 ROUNDING: Any = {"rtol": 2e-5, "atol": 1e-6}
-RATES = Hyper(
-    (
-        {
-            "lr": 0.05,
-            "momentum": 0.0,
-            "dampening": 0.0,
-            "weight_decay": 0.0,
-            "nesterov": False,
-            "maximize": False,
-        },
-    )
-)
+RATES = rates()
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 def settings_for(model, backend, **more):
     """Two stages on two ipus, three updates of four micro-batches."""
     strategy = Strategy(auto=None, stages=(StagePlan(("A", "B"), 0), StagePlan(("C", "D"), 1)))
-    optimizer = Optimizer("sgd", dict.fromkeys(dict(model.named_parameters()), 0))
+    optimizer = Optimizer("plain sgd")
     return Settings(True, Counts(3, 4), strategy, optimizer=optimizer, backend=backend, **more)
 
 
@@ -48,7 +36,7 @@ def trained(backend, recorder=None, **more):
     settings = settings_for(model, backend, **more)
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    engine = Engine(plan, settings, TrainState(weights.copy, 7))
+    engine = Engine(plan, settings, train_state_of(weights, dict(model.named_parameters()), seed=7))
     torch.manual_seed(1)
     losses = (
         engine.run([torch.randn(24, 4), torch.randint(0, 3, (24,))], RATES, recorder).outputs()[1].clone()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from popengine.update.group_update import round_into
+from popengine.run.optimizer_step import round_into
 
 
 def rounded(value, dtype, count=1 << 16):

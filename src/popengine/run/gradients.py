@@ -1,0 +1,146 @@
+"""What is done to the gradients of a step before the optimizer's `step()`: a list of functions, in their order.
+
+To add one, write a function of a `StepGradients` and its line in `gradient_work`. Each runs once per step, when all
+gradients are summed. The number of threads must not change its bits: `StepGradients.threads` is for sums over elements.
+
+Random numbers: a draw of a piece has the key (seed, step, micro-batch, replica) and its number in the model; stochastic
+rounding has the key (seed, step) and the number of the parameter's slot. Another draw has to use the key (seed, step)
+and numbers from `len(slots)` on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..settings import Settings
+from .state import Unit
+
+# Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
+# at most `_SHARE` of the gradients' elements are large, and otherwise halves.
+_LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
+_SHARE = 1e-7
+
+
+@dataclass(eq=False)
+class StepGradients:
+    """The gradients of a step that one place updates, summed over replicas, and what functions of the list return."""
+
+    gradients: Mapping[Unit, Tensor]  # a complex one as real numbers, with a last dimension of 2
+    all_units: Mapping[Unit, torch.dtype]  # of all places, in the parameters' order, with the dtypes of norms
+    loss_scale: float
+    threads: int  # per operation, in sums over elements: their number changes the bits
+    # If each process has some of the gradients: a sum over processes, in place; and whether a gradient counts in it
+    # here, which it does in one process.
+    sum_over_processes: Callable[[Tensor], Tensor]
+    counts_here: Callable[[Unit], bool]
+    # Results:
+    loss_factor: float = 1.0  # multiplies the loss scale of the next step
+    is_applied: bool = True  # whether the weights are updated
+    has_overflowed: bool = False
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The gradients, without their units."""
+        return [*self.gradients.values()]
+
+    @property
+    def counted(self) -> dict[Unit, Tensor]:
+        """The gradients that count in sums over processes."""
+        return {unit: value for unit, value in self.gradients.items() if self.counts_here(unit)}
+
+
+GradientFunction = Callable[[StepGradients], None]
+
+
+def gradient_work(settings: Settings) -> list[GradientFunction]:
+    """Return the functions that prepare the gradients of a step, in their order."""
+    part, counts, count = settings.part, settings.counts, 1
+    if settings.reduction == "mean":
+        count = (part.before + part.weight * counts.accumulation) * counts.global_replicas
+    work: list[GradientFunction] = [partial(average, count)]
+    work.append(choose_loss_scale if settings.automatic_loss_scaling else find_overflow)
+    if settings.optimizer is not None and settings.optimizer.max_grad_norm < math.inf:
+        work.append(partial(clip_by_norm, settings.optimizer.max_grad_norm))
+    if settings.optimizer is not None and settings.optimizer.max_grad_value < math.inf:
+        work.append(partial(clip_by_value, settings.optimizer.max_grad_value))
+    return work
+
+
+def average(count: float, step: StepGradients) -> None:
+    """Divide the gradients by the loss scale, and for means by the number of micro-batches of all replicas."""
+    divide_(step.values, step.loss_scale * count)
+
+
+def divide_(sums: Sequence[Tensor], divisor: float) -> None:
+    """Divide the sums in place; a divisor of 1 leaves them unchanged."""
+    if divisor != 1 and sums:
+        torch._foreach_div_(list(sums), divisor)
+
+
+def choose_loss_scale(step: StepGradients) -> None:
+    """Double or halve the loss scale of the next step. If a gradient is not finite, the step updates no weight."""
+    values, found = [*step.counted.values()], []
+    for value in values:
+        is_large = value.abs() > _LARGE / step.loss_scale
+        found.append(torch.stack([is_large.sum(), value.isfinite().sum()]))
+    # The host waits once for an accelerator.
+    large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
+    total = sum(value.numel() for value in values)
+    seen = step.sum_over_processes(torch.tensor([total, large, total - finite]))
+    elements, large, not_finite = seen.tolist()
+    step.is_applied = not not_finite
+    step.loss_factor = 2.0 if not not_finite and large <= _SHARE * elements else 0.5
+
+
+def find_overflow(step: StepGradients) -> None:
+    """Set whether the loss scale made gradients overflow, for a warning. (Not on an accelerator: the host would
+    wait.)"""
+    values = step.values if step.loss_scale != 1 else []
+    if all(value.is_cpu for value in values):
+        bounds = (bound for value in values if value.numel() for bound in value.aminmax())
+        step.has_overflowed = not all(map(math.isfinite, bounds))
+
+
+def clip_by_norm(bound: float, step: StepGradients) -> None:
+    """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
+    by_type: dict[torch.dtype, dict[Unit, Tensor]] = {}
+    for unit, value in step.counted.items():
+        by_type.setdefault(step.all_units[unit], {})[unit] = value
+    norms: dict[Unit, Tensor] = {}
+    with IntraOpThreads(step.threads):
+        for dtype, own in by_type.items():
+            norms.update(zip(own, torch._foreach_norm([*own.values()], 2, dtype=dtype), strict=True))
+        # Gradients that a peer counts are 0 here. (A norm of norms of parts would have other bits.)
+        device = next((value.device for value in step.values), None)
+        zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in {*step.all_units.values()}}
+        found = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.all_units.items()])
+        total = torch.linalg.vector_norm(step.sum_over_processes(found))
+    # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
+    factor = torch.clamp(bound / (total + 1e-6), max=1.0)
+    if values := step.values:
+        torch._foreach_mul_(values, factor)
+
+
+def clip_by_value(bound: float, step: StepGradients) -> None:
+    """Clip each element of the gradients."""
+    if values := step.values:
+        torch._foreach_clamp_min_(values, -bound)
+        torch._foreach_clamp_max_(values, bound)
+
+
+class IntraOpThreads:
+    """A context in which operations that this thread starts run on so many threads."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._before = count, count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)

@@ -1,1 +1,0 @@
-"""The weight update: rules, their kernels, clipping, rounding."""
