@@ -43,11 +43,15 @@ def barrier_name(value: Tensor) -> str:
     return _parts_of_header(value)[2]
 
 
-def headers_agree(one: Tensor, other: Tensor) -> bool:
-    """Return whether two headers have equal names, and equal hashes of all sections that both have to have."""
-    (digest, scoped, what), (other_digest, other_scoped, other_what) = map(_parts_of_header, (one, other))
-    both = json.loads(scoped).items(), json.loads(other_scoped)
-    return (digest, what) == (other_digest, other_what) and all(both[1].get(k, v) == v for k, v in both[0])
+def headers_agree(headers: Sequence[Tensor]) -> bool:
+    """Return whether all headers have equal names, and equal hashes of each section that they have: the same result in
+    all instances, also in those that lack a section that differs."""
+    seen: dict[str, object] = {}
+    for digest, scoped, what in map(_parts_of_header, headers):
+        for name, value in {**json.loads(scoped), "": (digest, what)}.items():
+            if seen.setdefault(name, value) != value:
+                return False
+    return True
 
 
 def describe_differences(
