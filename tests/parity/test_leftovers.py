@@ -209,3 +209,11 @@ def test_another_caller_may_take_them_out():
     poptorch.inferenceModel(model)(torch.ones(1, 2))
     assert found == ["model.seen[0]"]
     assert model.seen == [None]
+
+
+def test_the_search_enters_no_executor_and_no_loader_of_a_file():
+    executor = poptorch.inferenceModel(nn.Linear(2, 2))
+    executor(torch.ones(1, 2))
+    holder, seen = {"executor": executor, "__loader__": [history]}, set()
+    assert fake_tensors_in(holder, seen=seen) == []
+    assert seen == {id(holder)}

@@ -13,9 +13,9 @@ from popengine.run.updating import Updates
 
 
 def noted_exchanges(fails=lambda row, made: False):
-    """Let each gradient be a bucket. Returns the rows whose exchange has begun, and chunks that were updated."""
+    """Let each gradient be a bucket. Returns the rows whose exchange has begun, and updates."""
     made = []
-    exchange, update = Updates._exchange_buckets, Updates._update_chunk
+    exchange, update = Updates._exchange_buckets, Updates._run_step
 
     def exchanged(updates, row, call, index):
         if fails(row, made):
@@ -23,13 +23,13 @@ def noted_exchanges(fails=lambda row, made: False):
         made.append(("exchange", row))
         exchange(updates, row, call, index)
 
-    def updated(updates, ipu, call, index):
-        made.append(("update", ipu))
-        update(updates, ipu, call, index)
+    def updated(updates, call, parts):
+        made.append(("update", 0))
+        update(updates, call, parts)
 
     # `popengine.compile.partition` as an attribute is the function.
     module = importlib.import_module("popengine.compile.partition")
-    module.BUCKET, Updates._exchange_buckets, Updates._update_chunk = 1, exchanged, updated
+    module.BUCKET, Updates._exchange_buckets, Updates._run_step = 1, exchanged, updated
     return made
 
 

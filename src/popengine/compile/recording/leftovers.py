@@ -22,6 +22,8 @@ logger = logging.getLogger("poptorch::python")
 _SHELVES = {"_parameters", "_buffers", "_modules"}
 # Types of objects that are not searched.
 _CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
+# Of Pando: an executor that the model reaches (over Lightning's trainer) leads to other models and to all globals.
+_OWN_PACKAGES = ("popengine", "poptorch", "popdist", "lightning_ipu", "lightning_graphcore")
 _MOST_OBJECTS = 300_000  # that a search visits
 
 
@@ -44,10 +46,15 @@ def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = Non
         item = queue.popleft()
         if isinstance(item.value, FakeTensor):
             found.append(item)
-        elif id(item.value) not in seen and not isinstance(item.value, _CLOSED):
+        elif id(item.value) not in seen and not isinstance(item.value, _CLOSED) and not _is_own(item.value):
             seen.add(id(item.value))
             queue += _values_held_by(*item)
     return found
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether a value is an object of Pando's; its modules hold what the user's forward puts there."""
+    return type(value).__module__.partition(".")[0] in _OWN_PACKAGES and not isinstance(value, nn.Module)
 
 
 def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
@@ -55,6 +62,8 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
     replaced alone, such as a tuple's, is the argument `put`, which replaces the value."""
     if isinstance(value, (dict, list, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str) and key.startswith("__"):  # of a file's globals, such as "__loader__"
+                continue
             yield StoredValue(f"{path}[{key!r}]", item, partial(value.__setitem__, key))
         return
     if isinstance(value, FunctionType):
