@@ -49,7 +49,8 @@ def train_state_of(weights, parameters, kind="plain sgd", seed=0):
     state = TrainState(weights.copy, seed)
     if kind is not None:
         held = {name: weights[name] for name in parameters if name in weights}
-        state.optimizer = OPTIMIZERS[kind]([*held.values()]) if held else state.optimizer
+        # In a process, the optimizer has the parameters of other places, too.
+        state.optimizer = OPTIMIZERS[kind]([*held.values()] or [torch.zeros(1)])
         state.parameters = lambda: held
     return state
 

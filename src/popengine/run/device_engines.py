@@ -39,6 +39,7 @@ class DeviceEngines(Engine):
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self.plan, self.settings, self.train_state = plan, settings, train_state
+        train_state.replicas = max(train_state.replicas, settings.counts.replicas)
         self._meetings = Meetings()
         self._engines: list[Engine] = []
         shifts = plan.shifts or (0,) * settings.counts.replicas
