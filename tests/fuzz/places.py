@@ -17,7 +17,7 @@ from .layouts import Layout, Load
 from .models import Steps
 from .runs import Run, batches, executor
 
-sys.path += [str(Path(__file__).parents[1] / "popengine" / folder) for folder in ("", "run")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "popengine", "popengine/run")]
 from places_in_memory import SeveralEngines
 
 

@@ -34,6 +34,9 @@ OPTIMIZERS = {
     "plain sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "adamw": functools.partial(torch.optim.AdamW, **ADAM),
     "lamb": functools.partial(LAMB, **ADAM, max_weight_norm=10.0),
+    # As the executor names those of `torch.optim`.
+    "SGD2": functools.partial(torch.optim.SGD, lr=0.05),
+    "ADAM": functools.partial(torch.optim.Adam, lr=0.05),
 }
 # With loops over parameters: torch's loops over lists, which it prefers on accelerators, have other last bits.
 OTHERS = {

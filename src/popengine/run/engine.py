@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Error
+from ..errors import Error, UnrecoverableError
 from ..ir import Plan
 from ..places import check_order
 from ..profile import KeptBytes
@@ -158,12 +158,11 @@ class Engine:
                 train_state.confirm_changes()
             if recorder is not None:
                 recorder.end_call(commit.done, failed=commit.done < steps)
-        failure: BaseException | None = None
-        for call in calls:
-            if call.failure is not None and (failure is None or isinstance(failure, PeerFailed)):
-                failure = call.failure
-        if failure is not None:
-            raise failure
+        # Before a peer's words, and before those of a copy from a device that has failed, comes the cause.
+        failures = [call.failure for call in calls if call.failure is not None]
+        failures.sort(key=lambda e: (not isinstance(e, UnrecoverableError), isinstance(e, PeerFailed)))
+        if failures:
+            raise failures[0]
         for call in calls:
             if call is not calls[0]:
                 calls[0].results.add_times(call.results)
