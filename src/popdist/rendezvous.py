@@ -99,8 +99,9 @@ def _connect_instances(launch: Launch, seconds: float) -> None:
 def _store_of_start(
     launch: Launch, store: dist.Store, until: float
 ) -> tuple[dist.Store, Callable[[], None] | None]:
-    """Return the store of this start of a run by torchrun, whose store has keys of earlier starts, and whose nodes
-    count restarts differently; and a function by which instance 0 greets others, to be called while these come."""
+    """Return a store for this start of a run by torchrun, and a function to call on instance 0 while its peers come (on
+    peers None). Torchrun's store has keys of earlier starts, and its nodes count restarts differently, so instance 0
+    gives the start a name."""
     own, greeted = uuid.uuid4().hex, set[bytes]()
 
     def greet() -> None:

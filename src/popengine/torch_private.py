@@ -172,13 +172,13 @@ def value_checks_off(is_causal_mask: Callable[..., bool]) -> Iterator[None]:
         transformer._detect_is_causal_mask = detect_is_causal_mask
 
 
-# 2.0: the hooks of `step()`, as attributes of an optimizer whose class calls torch's __init__, and of all optimizers
+# 2.0: the hooks of `step()`: attributes that `torch.optim.Optimizer.__init__` sets, and hooks of all optimizers
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STEP_HOOKS_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the method `step` of a class of torch, for subclasses whose own `step` calls the hooks."""
+    """Return a torch class's `step` without the wrapper that calls hooks, for subclasses with a wrapper too."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # 2.0
 

@@ -251,7 +251,6 @@ def _state_of(value: Any) -> Any:
         _, arguments, state, *_ = (*object.__reduce_ex__(value, 2), None)
     except Exception:  # of C, or its class refuses
         return None
-    is_plain = type(value).__reduce__ is object.__reduce__
-    return arguments, object.__getstate__(
-        value
-    ) if is_plain else state  # a class's own may leave something out
+    if type(value).__reduce__ is object.__reduce__:
+        state = object.__getstate__(value)  # a `__getstate__` of the class may leave something out
+    return arguments, state

@@ -243,7 +243,7 @@ class _TableWriter:
         return [(name, key) for name, key in written if (self.buffers[key], place) in self.keeper]
 
     def _gradients_of(self, piece: Piece, place: Place) -> list[tuple[str, str, int]]:
-        """Return (name, key, the weight's ipu) of each gradient of a piece whose weight a place holds."""
+        """Return (name, key, the weight's ipu) of each gradient of a piece, for the weights that a place holds."""
         slot_of = {key: name for name, key in self.trained.items()}
         found = [(n, k, self.holder[slot_of[k]]) for n, k in self._graph_results_of(piece, "gradient")]
         return [each for each in found if self.place[each[2]] == place]

@@ -34,17 +34,11 @@ _HARMLESS = (GATHER, "popengine.with_strides.default", *FUSED_CALLS)
 _WAITED_FOR = {
     *("_ctc_loss", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "_local_scalar_dense", "allclose"),
     *("cholesky", "equal", "histc", "isin", "linalg_eig", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
-    *(
-        "linalg_matrix_exp",
-        "linalg_pinv",
-        "masked_scatter_backward",
-        "masked_select",
-        "nonzero",
-        "segment_reduce",
-    ),
-    *("index_fill.int_Tensor", "masked_fill.Tensor", "normal.Tensor_Tensor", "repeat_interleave.Tensor"),
-    *("linspace.Scalar_Tensor", "linspace.Tensor_Scalar", "linspace.Tensor_Tensor"),
-    *("logspace.Scalar_Tensor", "logspace.Tensor_Scalar", "logspace.Tensor_Tensor"),
+    *("linalg_matrix_exp", "linalg_pinv", "masked_scatter_backward", "masked_select", "nonzero"),
+    *("segment_reduce", "index_fill.int_Tensor", "masked_fill.Tensor", "normal.Tensor_Tensor"),
+    *("repeat_interleave.Tensor", "linspace.Scalar_Tensor", "linspace.Tensor_Scalar"),
+    *("linspace.Tensor_Tensor", "logspace.Scalar_Tensor", "logspace.Tensor_Scalar"),
+    "logspace.Tensor_Tensor",
 }
 _MOST_IN_A_ROW = 3  # captures
 _MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
@@ -53,11 +47,10 @@ _MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
 def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> str:
     """Return why steps of a plan can't be captured; "" if they can, as far as is known before."""
     lines = [line for piece in plan.partition.pieces for line in piece.lines]
-    others = [c for c in dict.fromkeys(line.call for line in lines) if "." in c and c not in _HARMLESS]
+    calls = [*dict.fromkeys(line.call for line in lines)]
+    others = [call for call in calls if "." in call and call not in _HARMLESS]
     others = [call for call in others if not call.startswith(("aten.", "prims."))]
-    names = [
-        call.removeprefix("aten.").removesuffix(".default") for call in dict.fromkeys(c.call for c in lines)
-    ]
+    names = [call.removeprefix("aten.").removesuffix(".default") for call in calls]
     waited = [name for name in names if {name, name.partition(".")[0]} & _WAITED_FOR]
     draws = [
         line.call

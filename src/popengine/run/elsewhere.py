@@ -1,5 +1,5 @@
-"""Weights of a replica in several processes: which process holds each, and those of other processes, which are tensors
-without memory ("meta") whose reads raise an error."""
+"""Weights of a replica in several processes: the process that holds each weight, and in the other processes tensors
+without memory (device "meta"). Reading such a tensor raises an error."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

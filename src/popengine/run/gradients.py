@@ -30,7 +30,7 @@ class StepGradients:
     """The gradients of a step that one place updates, summed over replicas, and what functions of the list return."""
 
     gradients: Mapping[Unit, Tensor]  # a complex one as real numbers, with a last dimension of 2
-    all_units: Mapping[Unit, torch.dtype]  # of all places, in the parameters' order, with the dtypes of norms
+    norm_types: Mapping[Unit, torch.dtype]  # of all places' gradients, in the parameters' order
     loss_scale: float
     threads: int  # per operation, in sums over elements: their number changes the bits
     # If each process has some of the gradients: a sum over processes, in place; and whether a gradient counts in it
@@ -109,15 +109,15 @@ def clip_by_norm(bound: float, step: StepGradients) -> None:
     """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
     by_type: dict[torch.dtype, dict[Unit, Tensor]] = {}
     for unit, value in step.counted.items():
-        by_type.setdefault(step.all_units[unit], {})[unit] = value
+        by_type.setdefault(step.norm_types[unit], {})[unit] = value
     norms: dict[Unit, Tensor] = {}
     with IntraOpThreads(step.threads):
         for dtype, own in by_type.items():
             norms.update(zip(own, torch._foreach_norm([*own.values()], 2, dtype=dtype), strict=True))
         # Gradients that a peer counts are 0 here. (A norm of norms of parts would have other bits.)
         device = next((value.device for value in step.values), None)
-        zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in {*step.all_units.values()}}
-        found = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.all_units.items()])
+        zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in {*step.norm_types.values()}}
+        found = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.norm_types.items()])
         total = torch.linalg.vector_norm(step.sum_over_processes(found))
     # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
     factor = torch.clamp(bound / (total + 1e-6), max=1.0)
@@ -133,7 +133,7 @@ def clip_by_value(bound: float, step: StepGradients) -> None:
 
 
 class IntraOpThreads:
-    """A context in which operations that this thread starts run on so many threads."""
+    """A context that sets the number of threads per operation of the calling thread."""
 
     def __init__(self, count: int) -> None:
         self._count, self._before = count, count

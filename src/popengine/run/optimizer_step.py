@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import RunError
 from ..settings import Hyper
 from ..torch_private import STEP_HOOKS, STEP_HOOKS_OF_ALL
+from .elsewhere import version_of
 from .train_state import has_same_bits
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -121,7 +122,7 @@ def _marks(optimizer: Any) -> list[tuple[int, int]]:
     """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
     states = (state for state in optimizer.state.values() if isinstance(state, dict))
     values = [value for state in states for value in state.values()]
-    return [(id(v), v._version if isinstance(v, Tensor) and not v.is_inference() else 0) for v in values]
+    return [(id(value), version_of(value) if isinstance(value, Tensor) else 0) for value in values]
 
 
 def _as_normal_tensor(value: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class _InFloat32:
         self._memories = {name: value.detach() for name, value in updated.items() if value.dtype in _HALF}
 
     def _states(self) -> list[dict[str, Any]]:
-        """Return the present states of the parameters that are in half precision, or whose states have types."""
+        """Return the optimizer states, by name, of each parameter in half precision; with `types` those of all."""
         changed = self._updated if self._types else self._memories
         return [self._optimizer.state.get(self._updated[name], {}) for name in changed]
 

@@ -232,7 +232,7 @@ class ReadyQueue:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
-                if isinstance(failure, UnrecoverableError):
+                if call.begins_after is not None and isinstance(failure, UnrecoverableError):
                     devices.keep_for_ever(call)
             torch.set_num_threads(call.threads)
             call.failure = call.commit.end(error)

@@ -266,7 +266,7 @@ class TrainState:
             for own in self.buffers:
                 has_kept = key in own and own[key].shape == value.shape
                 own[key] = own[key].to(value) if has_kept else value.clone()
-            is_same = (_bits_of(self.buffers[0][key]) == _bits_of(value)).all()
+            is_same = (devices.bits_of(self.buffers[0][key]) == devices.bits_of(value)).all()
             # Without a wait of the host for an accelerator.
             for own in self.buffers if devices.has_queue(value.device) or not is_same else ():
                 own[key].copy_(torch.where(is_same, own[key], value))
@@ -331,8 +331,4 @@ def write(target: Tensor, value: Tensor) -> None:
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
-    return torch.equal(_bits_of(one), _bits_of(other))
-
-
-def _bits_of(value: Tensor) -> Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(devices.bits_of(one), devices.bits_of(other))

@@ -56,9 +56,8 @@ class Ranks:
         failures = sorted((*value, rank) for rank, (is_right, value) in answers.items() if not is_right)
         missing = [rank for rank in range(self.size) if rank not in answers]
         if failures or missing:
-            texts: dict[
-                str, list[int]
-            ] = {}  # in the order of the failures: the first one is mostly the cause
+            # In the order of the failures, because the first one is mostly the cause.
+            texts: dict[str, list[int]] = {}
             for _, text, rank in failures:
                 texts.setdefault(text, []).append(rank)
             seconds = f"{self._timeout.total_seconds():g} s, the timeout of the process group"

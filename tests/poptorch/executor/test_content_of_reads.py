@@ -166,17 +166,22 @@ UNREAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNREAD)
-def test_what_forward_does_not_read_records_nothing(name):
-    function, make, change = UNREAD[name]
+def changing_calls(function, make, change, number):
+    """Return a function that makes calls, which give the outputs of plain PyTorch, and changes the model after each."""
     model = Model(function, make)
     executor = poptorch.inferenceModel(model, options())
 
     def calls():
-        for _ in range(5):
+        for _ in range(number):
             assert torch.equal(executor(X), model(X).detach())
             change(model)
 
+    return calls
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_forward_does_not_read_records_nothing(name):
+    calls = changing_calls(*UNREAD[name], number=5)
     assert recordings_of(calls) == 1
 
 
@@ -194,15 +199,7 @@ WITHOUT_EFFECT = {
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_a_value_of_every_call_that_changes_nothing_is_compared_no_more(name, caplog):
-    function, make, change = WITHOUT_EFFECT[name]
-    model = Model(function, make)
-    executor = poptorch.inferenceModel(model, options())
-
-    def calls():
-        for _ in range(7):
-            assert torch.equal(executor(X), model(X).detach())
-            change(model)
-
+    calls = changing_calls(*WITHOUT_EFFECT[name], number=7)
     with caplog.at_level("INFO", "poptorch::python"):
         assert recordings_of(calls) == 4
     assert sum("compared no more" in message for message in caplog.messages) == 1

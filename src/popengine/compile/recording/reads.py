@@ -36,8 +36,8 @@ _READS_LAYOUT = (
 class Read:
     """A value that forward has read: the `view` of what `get(*args)` returns, or MISSING if it raises.
 
-    If it `is_content`, another object of its class with equal parts counts as the same: those reads whose `parent` is
-    this one. Their `locate` returns the first of their `args` for another such object.
+    With `is_content`, the value may be replaced by another object of its class with equal parts. Its parts are the
+    reads with this read as `parent`; their `locate` returns the first of their `args` for the new object.
     """
 
     __slots__ = ("args", "get", "is_content", "locate", "parent", "path", "value", "view", "where")
@@ -110,7 +110,7 @@ class Reads:
         return [*self._differing({})]
 
     def _differing(self, moved: dict[Read, Any]) -> Iterator[Read]:
-        """Yield the reads whose values differ. Add those that are other, equal objects to `moved`, with these."""
+        """Yield the reads with a different value. Add those with a new, equal object to `moved`, with the object."""
         for read in self.all:
             now = read.present(*_args_of(read, moved))
             is_same = now is read.value or are_same(read.value, now)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...ir import Plan
 from ...settings import ONE_PLACE, Hyper, Settings
+from ..devices import bits_of
 
 # Texts by section and name. A section "NAME@SCOPE" is compared among the instances that have it only.
 Fingerprint = Mapping[str, Mapping[str, str]]
@@ -167,7 +168,7 @@ def hash_of_sample(value: Tensor) -> str:
     """Return a hash of at most 64 blocks of a weight, because a file-mapped one is read page by page."""
     if value.is_meta:
         return "no values"
-    memory = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    memory = bits_of(value.detach().cpu())
     step = max(_BLOCK, len(memory) // 64 // _BLOCK * _BLOCK)
     blocks = [memory[start : start + _BLOCK] for start in range(0, len(memory), step)]
     return _hash_of_bytes(torch.cat([*blocks, memory[-_BLOCK:]]).numpy().data)
@@ -206,5 +207,4 @@ def _hash_of_bytes(value: bytes | memoryview) -> str:
 
 
 def _hash_of_tensor(value: Tensor) -> str:
-    plain = value.detach().cpu().contiguous().reshape(-1)
-    return _hash_of_bytes(plain.view(torch.uint8).numpy().data)  # no copy
+    return _hash_of_bytes(bits_of(value.detach().cpu()).numpy().data)
