@@ -24,6 +24,7 @@ from typing import Any
 
 import poptorch
 from popengine.environment import CHECKPOINTS, read_launch
+from popengine.errors import without_internal_frames
 from poptorch.data.loader_state import random_state, set_random_state
 from poptorch.executor.executable_file import set_training_state, training_state
 from poptorch.logs import logger
@@ -35,6 +36,7 @@ from . import collectives
 _NOT_COMPARED = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
+@without_internal_frames
 class Checkpoint:
     """The checkpoints of a run: `step` saves one every few calls, `restore` loads the newest valid one.
 

@@ -5,17 +5,20 @@ import functools
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from types import FrameType, MappingProxyType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType, FunctionType, MappingProxyType, TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 # Tracebacks leave out the frames of these packages.
-_INTERNAL = ("poptorch", "popengine", "popdist", "popvision", "torch", "contextlib")
+_PACKAGES = ("poptorch", "popengine", "popdist", "popvision")
+_INTERNAL = (*_PACKAGES, "torch", "contextlib", "pathlib")
+_wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`
 
 
 def did_you_mean(
@@ -84,11 +87,25 @@ def user_line(error: BaseException | None = None) -> str:
     return next((f"{f.f_code.co_filename}:{line}" for f, line in frames if _is_users_frame(f)), "?")
 
 
-def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises."""
+@overload
+def without_internal_frames(function: type[R]) -> type[R]: ...
+@overload
+def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]: ...
+def without_internal_frames(function: Any) -> Any:
+    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises. Of a
+    class, replace its constructor, its properties and its public methods by such wrappers, and return the class."""
+    if isinstance(function, type):
+        for base in filter(_is_ours, function.__mro__):
+            for name, member in list(vars(base).items()):
+                if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
+                    setattr(base, name, without_internal_frames(member))
+                elif isinstance(member, property) and member.fget is not None:
+                    setattr(base, name, member.getter(without_internal_frames(member.fget)))
+    if isinstance(function, type) or function in _wrappers:
+        return function
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # notebooks and pytest leave this frame out, too
         try:
             return function(*args, **kwargs)
@@ -96,7 +113,13 @@ def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]:
             hide_internal_frames(error)
             raise
 
+    _wrappers.add(call)
     return call
+
+
+def _is_ours(kind: type) -> bool:
+    """Return whether a class is of Pando: its bases may be torch's."""
+    return kind.__module__.partition(".")[0] in _PACKAGES
 
 
 def _is_users_frame(frame: FrameType) -> bool:

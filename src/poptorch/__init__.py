@@ -7,11 +7,14 @@ that only load data never import the compiler.
 import ast as _ast
 import importlib as _importlib
 import os as _os
+from enum import EnumType as _EnumType
 from pathlib import Path as _Path
+from types import FunctionType as _FunctionType
 from typing import Any as _Any
 
 import torch as _torch
 
+from popengine.errors import without_internal_frames as _without_internal_frames
 from popengine.torch_private import OpNamespace as _OpNamespace
 
 from .logs import log_ignored_variables as _log_ignored_variables
@@ -41,7 +44,10 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module 'poptorch' has no attribute {name!r}", name=name, obj=module)
     place, inner = _WHERE[name]
     module = _importlib.import_module(place, __name__)
-    value = globals()[name] = module if inner is None else getattr(module, inner)
+    value = module if inner is None else getattr(module, inner)
+    if isinstance(value, type | _FunctionType) and not issubclass(type(value), _EnumType):
+        value = _without_internal_frames(value)
+    globals()[name] = value
     return value
 
 

@@ -3,12 +3,19 @@
 from types import UnionType
 from typing import Any, TypeVar
 
+from torch import nn
+
 from popengine.errors import did_you_mean
 
 T = TypeVar("T")
 _WORDS: dict[Any, str] = {
     **{bool: "a bool", int: "an int", float: "a float", int | float: "a number", str: "a string"},
-    **{list: "a list of strings", dict: "a dictionary", float | int | str: "a float, an int or a string"},
+    **{
+        nn.Module: "a torch.nn.Module",
+        list: "a list of strings",
+        dict: "a dictionary",
+        float | int | str: "a float, an int or a string",
+    },
 }
 
 
@@ -33,4 +40,4 @@ def checked(
     names = getattr(kind, "__members__", ())  # of an enum
     meant = [name for name in names if name.lower() == str(value).lower()] or names
     fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else ""
-    raise error(f"{name} takes {word}{limit}; found {value!r}{fix}")
+    raise error(f"{name} takes {word}{limit}; found {value!r:.80}{fix}")

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -184,12 +184,23 @@ def _flow_back_error(
     name: str, maker: PhaseAndStage, user: PhaseAndStage, placement: Placement, graph: Graph
 ) -> PartitionError:
     node = next(node for node in graph.code.nodes if node.name == name)
+    blocks = [
+        n.meta["block"]
+        for n in graph.code.nodes
+        if n.meta.get("phase") == "F" and n.meta["block"] is not None
+    ]
+    stages = [stage for stage, _ in groupby(placement.stage_of[block] for block in blocks)]
+    fix = (
+        "give the later part a block and a stage of its own; that stage may be on the same ipu:"
+        f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
+    )
+    if len(stages) == len(set(stages)):  # the data passes each stage once
+        fix = f"list the stages in the order of the data: {'; '.join(placement.names[stage] for stage in stages)}"
     return PartitionError(
         f"a value flows back from stage {maker[1]} (blocks {placement.names[maker[1]]}) to stage {user[1]} (blocks"
         f" {placement.names[user[1]]}): in a pipeline stage numbers must not decrease along the data\n"
         f"  {node.meta.get('where', '?')} computes it in stage {maker[1]}\n"
-        "  fix: give the later part a block and a stage of its own; that stage may be on the same ipu:"
-        f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
+        f"  fix: {fix}"
     )
 
 

@@ -5,6 +5,8 @@ the end. So torch's optimizers are the reference for all bits but those of half 
 """
 
 import inspect
+import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -19,6 +21,8 @@ from ..torch_private import STEP_HOOKS, STEP_HOOKS_OF_ALL
 from .elsewhere import version_of
 from .train_state import has_same_bits
 
+logger = logging.getLogger("poptorch::python")
+_warned = weakref.WeakSet[Any]()  # optimizers of which `warn_of_a_step` has warned
 _HALF = (torch.float16, torch.bfloat16)
 # Optimizers that only read gradients, except with Nesterov's momentum.
 _READING = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD)
@@ -98,7 +102,18 @@ def known_step(optimizer: Any) -> Callable[[Any], Any] | None:
     if own is not None and callable(own) and inspect.unwrap(own) is not step:  # a scheduler only wraps it
         return None
     hooks = (*(getattr(optimizer, name, None) for name in STEP_HOOKS), *STEP_HOOKS_OF_ALL)
-    return None if any(hooks) else step
+    is_hooked = any(hook is not warn_of_a_step for each in hooks if each for hook in each.values())
+    return None if is_hooked else step
+
+
+def warn_of_a_step(optimizer: Any, *_: Any) -> None:
+    """A hook of an executor's optimizer: warn, once, of a `step()` of the program's, which finds no gradients."""
+    if optimizer not in _warned and all(p.grad is None for g in optimizer.param_groups for p in g["params"]):
+        _warned.add(optimizer)
+        logger.warning(
+            "%s.step() did nothing: each call of the executor has updated the weights\n  fix: leave step() out",
+            type(optimizer).__name__,
+        )
 
 
 def _run_users_step(optimizer: Any, updated: Mapping[str, Tensor]) -> None:

@@ -239,6 +239,8 @@ class RowFunctions:
             done = f"{commit.done} of the {commit.steps} weight updates of this call were done"
             left = f"{done}, and the weights are those after them"
         fix = "\n  fix: n rows or classes have the indices 0 to n - 1" * isinstance(error, IndexError)
+        if "dtype to be Long" in str(error):
+            fix = "\n  fix: class numbers are integers of 64 bits: labels.long()"
         names = self.plan.partition.names[task.stage]
         blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(

@@ -30,11 +30,27 @@ _Mark = tuple[nn.Module, str, int | None]  # a module, the id of the block that 
 _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
-def _checked_ipu(ipu_id: int | None) -> int | None:
-    return None if ipu_id is None else checked("the ipu_id of a block", ipu_id, int, Error, least=0)
+def _checked(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int | None]:
+    if user_id and isinstance(user_id, int):
+        raise Error(
+            f"the user_id of a block is a string; found {user_id}\n  fix: for an ipu write ipu_id={user_id}"
+        )
+    return user_id, None if ipu_id is None else checked("the ipu_id of a block", ipu_id, int, Error, least=0)
 
 
-class Block(nn.Module):
+class _BlockClass(type):
+    """The class of `Block`, for the error of a `with` without parentheses."""
+
+    @without_internal_frames
+    def __enter__(cls) -> None:
+        raise TypeError(
+            '`with poptorch.Block:` has no parentheses\n  fix: with poptorch.Block("name", ipu_id=0):'
+        )
+
+    def __exit__(cls, *_: object) -> None: ...
+
+
+class Block(nn.Module, metaclass=_BlockClass):
     """A context manager: the operations inside belong to one block.
 
         with poptorch.Block("encoder", ipu_id=0):
@@ -47,7 +63,7 @@ class Block(nn.Module):
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
-        self._user_id, self._ipu_id = user_id, _checked_ipu(ipu_id)
+        self._user_id, self._ipu_id = _checked(user_id, ipu_id)
 
     def __enter__(self) -> None:
         Block.start(self._user_id, self._ipu_id)
@@ -64,8 +80,8 @@ class Block(nn.Module):
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block, which ends where the next block opens. In plain PyTorch, do nothing."""
-        ipu_id, capture = _checked_ipu(ipu_id), current()
-        if capture is not None:
+        user_id, ipu_id = _checked(user_id, ipu_id)
+        if (capture := current()) is not None:
             capture.enter_block(user_id or str(next(_auto_ids)), ipu_id)
 
     @staticmethod
@@ -79,7 +95,8 @@ class BeginBlockHook:
     """A forward pre-hook that opens a block; `strategy`: the default for a model that was annotated or split."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
-        self.user_id, self.ipu_id, self.strategy = user_id, _checked_ipu(ipu_id), strategy
+        self.user_id, self.ipu_id = _checked(user_id, ipu_id)
+        self.strategy = strategy
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if current() is not None:
@@ -107,7 +124,6 @@ class LegacyBeginBlockFn:
         return self._layer_to_call(*args, **kwargs)
 
 
-@without_internal_frames
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
     """Make a layer begin a block when it is called. The block ends where the next block begins.
 
@@ -117,9 +133,14 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
         layer_to_call: a module, or a function
         user_id, ipu_id: as for `Block`
     Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
-    Raises: Error, if the module begins a block already, or the layer is neither a module nor a function
+    Raises: Error, if the module begins a block already, has no forward, or the layer is neither a module nor a function
     """
     if isinstance(layer_to_call, nn.Module):
+        if getattr(layer_to_call.forward, "__func__", None) is nn.Module.forward:
+            raise Error(
+                f"poptorch.BeginBlock: a {type(layer_to_call).__name__} begins no block, since it is never called\n"
+                "  fix: mark the first layer inside: poptorch.BeginBlock(layers[0])"
+            )
         check_begins_no_block(layer_to_call)
         layer_to_call.register_forward_pre_hook(BeginBlockHook(user_id, ipu_id))
         return layer_to_call
@@ -174,9 +195,7 @@ def removeBlocks(module: nn.Module) -> None:
     Args: module: a model; its submodules are included. An executor that is compiled already does not change
     Raises: AssertionError, if the argument is not a module
     """
-    if not isinstance(module, nn.Module):
-        raise AssertionError(f"removeBlocks takes a torch.nn.Module; found {module!r}")
-    for child in module.modules():
+    for child in checked("removeBlocks", module, nn.Module).modules():
         hooks = child._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, BeginBlockHook)]:
             del hooks[key]
@@ -202,7 +221,6 @@ def print(module: nn.Module) -> None:
 # ---- modules placed by their names --------------------------------------------------------------------------
 
 
-@without_internal_frames
 def annotate(
     model: M, marks: Mapping[str | type, int] | None = None, *, layers_per_ipu: Sequence[int] | None = None
 ) -> M:
@@ -224,6 +242,7 @@ def annotate(
         Error: neither or both arguments are given; a key, or a number of its range, places no module; a
             name or range names a module of an earlier key; a module begins a block already; the counts fit no stack
     """
+    checked("annotate", model, nn.Module, Error)
     if bool(marks) == bool(layers_per_ipu):
         raise Error(
             "poptorch.annotate takes either marks or layers_per_ipu\n"
@@ -235,7 +254,6 @@ def annotate(
     return model
 
 
-@without_internal_frames
 def split(model: M, ipus: int) -> M:
     """*Pando*: make each repeated layer of a model a block, and return the same model.
 
@@ -249,8 +267,8 @@ def split(model: M, ipus: int) -> M:
         ipus:  the number of ipus
     Raises: Error, if the model has fewer repeated layers than ipus, or a layer begins a block already
     """
-    layers = _repeated_layers(model)
-    if len(layers) < ipus:
+    layers = _repeated_layers(checked("split", model, nn.Module, Error))
+    if len(layers) < checked("split", ipus, int, Error, least=1):
         raise Error(
             f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_describe_stacks(model)}\n"
             '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from popengine.errors import Error, without_internal_frames
+from popengine.errors import Error
 from popengine.run.call import Results
 from popengine.settings import Outputs
 
@@ -27,10 +27,8 @@ T = TypeVar("T")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a wrapper that calls `function` outside inference mode, restores grad mode after Ctrl-C, and hides frames
-    of Pando in the tracebacks of errors."""
+    """Return a wrapper that calls `function` outside inference mode, and restores grad mode after Ctrl-C."""
 
-    @without_internal_frames
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True  # notebooks and pytest leave this frame out, too

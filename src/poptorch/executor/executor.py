@@ -16,7 +16,7 @@ from typing import Any, Self, final
 
 from torch import Tensor
 
-from popengine.errors import Error
+from popengine.errors import Error, without_internal_frames
 from popengine.run.instances.connections import InstancesDiffer, PeerFailed, PeerLost
 from popengine.run.instances.process_group import current
 from popengine.settings import Counts
@@ -33,6 +33,7 @@ from .optimizer_link import OptimizerLink, default_optimizer
 
 
 @final
+@without_internal_frames
 @run_methods_outside_inference_mode
 class PoplarExecutor:
     """A wrapped model, which `trainingModel`, `inferenceModel` and `load` return. Call it like the model.

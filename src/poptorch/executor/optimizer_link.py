@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from popengine import settings
 from popengine.errors import Error
+from popengine.run.optimizer_step import warn_of_a_step
 
 from ..logs import listed, logger
 from ..optim import SGD
@@ -191,6 +192,8 @@ class OptimizerLink:
         optimizer: Any = self.optimizer
         if self._is_connected or self.frozen is None:
             return
+        if class_of(optimizer) is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(warn_of_a_step))
         if isinstance(optimizer, PoptorchOptimizer):
             self._share_names()
             if self._plans.require_executable().settings.automatic_loss_scaling:

@@ -71,14 +71,19 @@ class WrappedModel:
             )
 
 
+def checked_options(options: Any, fix: str) -> Options:
+    """Return the options that a user passes. Raises Error for another type."""
+    if not isinstance(options, Options):
+        raise Error(f"Invalid type: 'options' is {type(options)}, expected {Options}\n  fix: {fix}")
+    return options
+
+
 def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
     """Return the wrapped model for a module or a function, and freeze its options. Raises Error for other types."""
-    given = Options() if options is None else options
     wrapper = f"poptorch.{'training' if training else 'inference'}Model"
-    if not isinstance(given, Options):
-        is_optimizer = isinstance(given, torch.optim.Optimizer)
-        fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
-        raise Error(f"Invalid type: 'options' is {type(given)}, expected {Options}\n  fix: {fix}")
+    is_optimizer = isinstance(options, torch.optim.Optimizer)
+    fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
+    given = Options() if options is None else checked_options(options, fix)
     if not callable(model):
         raise Error(
             f"{wrapper}: the model is {model!r}, of type {type(model).__name__}\n"

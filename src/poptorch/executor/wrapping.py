@@ -151,6 +151,8 @@ def describe(
         training: for a module: compile as `trainingModel` does; False: as `inferenceModel` does
     Raises: Error, if the model can't be compiled for such a batch
     """
+    if options is not None:
+        wrapped_model.checked_options(options, "describe(model, options, batch)")
     with _compile_arguments(model, options, batch, training) as program:
         compiled = compile_model(*program, is_plan_only=True)
         return Overview(compiled.plan, compiled.settings, compiled.graph)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
-from popengine.errors import did_you_mean
+from popengine.errors import did_you_mean, without_internal_frames
 from popengine.settings import Hyper
 from poptorch.logs import logger
 
@@ -284,7 +284,7 @@ def _constructor(arguments: str) -> Callable[..., None]:
         self._init_from_arguments({name: given[name] for name in given if name != "self"})
 
     __init__.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return __init__
+    return without_internal_frames(__init__)
 
 
 # rates ------------------------------------------------------------------------------------------------

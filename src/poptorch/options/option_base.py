@@ -18,7 +18,6 @@ import pprint
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from popengine.errors import did_you_mean, without_internal_frames
@@ -41,6 +40,7 @@ def _log_after(method: Callable[..., T], name: str, why: str) -> Callable[..., T
     return logged
 
 
+@without_internal_frames
 class OptionsDict:
     """A set of named values, which can be frozen; the base class of `Options` and its parts."""
 
@@ -53,9 +53,8 @@ class OptionsDict:
         for name, method in list(vars(cls).items()):
             _, is_without_effect, why = (method.__doc__ or "").partition(NO_EFFECT)
             if is_without_effect:
-                method = _log_after(method, f"{cls._path}.{name}", " ".join(why.split()))
-            if isinstance(method, FunctionType) and not name.startswith("_"):
-                setattr(cls, name, without_internal_frames(method))
+                setattr(cls, name, _log_after(method, f"{cls._path}.{name}", " ".join(why.split())))
+        without_internal_frames(cls)
 
     def __init__(self, popart: Any = None) -> None:
         vars(self)["_popart"] = popart
@@ -103,7 +102,6 @@ class OptionsDict:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self._printed_fields())})"
 
-    @without_internal_frames
     def set(self, **values: Any) -> Self:
         """Change existing values, given by name, and return the object. Raises AssertionError for an unknown
         name, and the errors of `createOrSet`."""
@@ -111,7 +109,6 @@ class OptionsDict:
             self._check_exists(name)
         return self.createOrSet(**values)
 
-    @without_internal_frames
     def createOrSet(self, **values: Any) -> Self:
         """Change or create values, given by name, and return the object. Raises AttributeError if frozen, and
         AssertionError for another type than the old value's, or for a count below 1."""
@@ -138,7 +135,6 @@ class OptionsDict:
         """Return the values by name; for `Options`, including the values of its parts."""
         return {name: plain_copy(value) for name, value in self._values.items()}
 
-    @without_internal_frames
     def __call__(self, name: str) -> Any:
         self._check_exists(name)
         return self._values[name]
@@ -151,7 +147,7 @@ class OptionsDict:
                 return getattr(self, self._renamed[name])
             if name.startswith("__"):  # `copy` and `pickle` look for such methods, and need no suggestion
                 raise AttributeError(f"Invalid attribute {name!r}", name=name)
-            known = {**_names_of_groups(), **{name: name for name in _public_names(self)}}
+            known = {**names_of_groups(), **{name: name for name in _public_names(self)}}
             meant = did_you_mean(name, known, shown=known)
             # The name keeps Python from a second suggestion.
             raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}", name=name)
@@ -197,11 +193,11 @@ def _public_names(thing: Any) -> list[str]:
     return [name for name in (*dir(thing), *vars(thing)) if not name.startswith("_")]
 
 
-def _names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
+def names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
     """Return, by name, the expression for each setter and value of the subclasses of `kind`."""
     found = {}
     for group in kind.__subclasses__():
-        found |= _names_of_groups(group)
+        found |= names_of_groups(group)
         found |= {name: f"{group._path}.{name}" for name in _public_names(group)}
     return found
 

@@ -19,7 +19,7 @@ from poptorch import enums
 from poptorch.annotating import strategies
 from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
-from poptorch.options.option_base import OptionsDict, merge_disjoint, sorted_repr
+from poptorch.options.option_base import OptionsDict, merge_disjoint, names_of_groups, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 from poptorch.options.popart_settings import Popart
 
@@ -52,7 +52,13 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     TensorLocations: option_parts.TensorLocations
     Training: option_parts.Training
 
-    def __init__(self) -> None:
+    def __init__(self, **values: Any) -> None:
+        if values:
+            setters = names_of_groups()
+            lines = [f"{setters.get(name, f'options.{name}')}({value!r})" for name, value in values.items()]
+            raise TypeError(
+                f"poptorch.Options takes no arguments\n  fix: options = poptorch.Options(); {'; '.join(lines)}"
+            )
         popart = Popart()
         super().__init__(popart)
         vars(self).update(

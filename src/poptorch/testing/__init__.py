@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from popengine.errors import Error
+from popengine.errors import Error, without_internal_frames
 from popengine.settings import Counts
 from popengine.texts import table_text
 
@@ -75,6 +75,7 @@ class Comparison:
     __repr__ = __str__
 
 
+@without_internal_frames
 def compare(
     model: nn.Module,
     options: "Options | None",
