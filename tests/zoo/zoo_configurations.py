@@ -6,6 +6,7 @@ A model is made with its library's own classes, and none is changed. What has no
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -112,30 +113,10 @@ def pairs(rows: int) -> Batch:
 
 # ---- transformers ----------------------------------------------------------------------------------------
 
-
-def config(kind: str, **more: Any) -> Any:
-    """Return a tiny configuration of transformers."""
-    import transformers
-
-    return getattr(transformers, kind)(**more)
-
-
-def made(head: str, kind: str, dropouts: tuple[str, ...], **more: Any) -> Callable[[float], nn.Module]:
-    """Return a function that makes a model of transformers.
-
-    Args: dropouts: the names of the configuration's dropout probabilities
-    """
-
-    def make(dropout: float) -> nn.Module:
-        import transformers
-
-        return getattr(transformers, head)(config(kind, **more, **dict.fromkeys(dropouts, dropout)))
-
-    return make
-
-
-SMALL = dict(
+# Sizes of all configurations: each class reads those that it has, also under other names (`attribute_map`).
+TINY = dict(
     hidden_size=16,
+    embedding_size=16,
     num_hidden_layers=2,
     num_attention_heads=2,
     intermediate_size=32,
@@ -144,66 +125,44 @@ SMALL = dict(
     bos_token_id=0,
     eos_token_id=0,
     pad_token_id=1,
-)
-OF_BERT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-OF_BART = ("dropout", "attention_dropout", "activation_dropout")
-GROUPED = {**SMALL, "num_key_value_heads": 1}  # two heads of queries, one of keys
-SEQUENCES = dict(
-    d_model=16,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=32,
-    decoder_ffn_dim=32,
-    vocab_size=WORDS,
-    bos_token_id=0,
-    eos_token_id=0,
-    pad_token_id=1,
     decoder_start_token_id=0,
-)
-PATCHES = dict(
     image_size=PIXELS,
     patch_size=8,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=32,
     num_labels=CLASSES,
 )
-LAYER_1 = {"model.layers.1": 1}
+DECODER_OF_TWO = dict(decoder_layers=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
 
 
 def of_transformers(
-    head: str,
-    kind: str,
-    marks: dict[str, int],
-    batch: Callable[[int], Batch] = words,
-    dropouts: tuple[str, ...] = (),
-    **more: Any,
+    head: str, mark: str, batch: Callable[[int], Batch] = words, **more: Any
 ) -> Configuration:
-    return Configuration(made(head, kind, dropouts, **more), batch, marks, "transformers")
+    """Return a tiny model of transformers, whose second stage begins at the module `mark`."""
+
+    def make(dropout: float) -> nn.Module:
+        import transformers
+
+        kind = getattr(transformers, head)
+        config = kind.config_class(**{**TINY, **more})
+        for name in config.to_dict():
+            if re.search("dropout|pdrop|drop_path", name):
+                setattr(config, name, dropout)
+        return kind(config)
+
+    return Configuration(make, batch, {mark: 1}, "transformers")
 
 
-def bert(head: str, batch: Callable[[int], Batch]) -> Configuration:
-    return of_transformers(head, "BertConfig", {"bert.encoder.layer.1": 1}, batch, OF_BERT, **SMALL)
+def decoder(name: str, batch: Callable[[int], Batch] = words, **more: Any) -> Configuration:
+    """A language model whose parts are named as Llama's are; two heads of queries have one of keys."""
+    return of_transformers(f"{name}ForCausalLM", "model.layers.1", batch, num_key_value_heads=1, **more)
 
 
 def clip(dropout: float) -> nn.Module:
     """Return two towers with one contrastive loss."""
     import transformers
 
-    text = {**SMALL, "attention_dropout": dropout}
-    image = {**PATCHES, "attention_dropout": dropout}
-    config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
-    return transformers.CLIPModel(config)
-
-
-def decoder(name: str, batch: Callable[[int], Batch] = words, **more: Any) -> Configuration:
-    """A language model whose parts are named as Llama's are."""
-    values = {**GROUPED, **more}
-    return of_transformers(
-        f"{name}ForCausalLM", f"{name}Config", LAYER_1, batch, ("attention_dropout",), **values
+    tower = {**TINY, "attention_dropout": dropout}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=tower, vision_config=tower, projection_dim=8)
     )
 
 
@@ -306,95 +265,24 @@ def torch_transformer(dropout: float) -> nn.Module:
 
 
 ZOO: dict[str, Configuration] = {
-    "bert": bert("BertForMaskedLM", masked_words),
-    "bert, questions": bert("BertForQuestionAnswering", spans),
-    "roberta": of_transformers(
-        "RobertaForMaskedLM", "RobertaConfig", {"roberta.encoder.layer.1": 1}, masked_words, OF_BERT, **SMALL
+    "bert": of_transformers("BertForMaskedLM", "bert.encoder.layer.1", masked_words),
+    "bert, questions": of_transformers(
+        "BertForQuestionAnswering", "bert.encoder.layer.1", spans, num_labels=2
     ),
+    "roberta": of_transformers("RobertaForMaskedLM", "roberta.encoder.layer.1", masked_words),
     "deberta": of_transformers(
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
-        {"deberta.encoder.layer.1": 1},
-        words,
-        OF_BERT,
-        **SMALL,
+        "deberta.encoder.layer.1",
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
     ),
-    "electra": of_transformers(
-        "ElectraForMaskedLM",
-        "ElectraConfig",
-        {"electra.encoder.layer.1": 1},
-        words,
-        OF_BERT,
-        embedding_size=16,
-        **SMALL,
-    ),
-    "albert": of_transformers(
-        "AlbertForMaskedLM",
-        "AlbertConfig",
-        {"predictions": 1},
-        words,
-        OF_BERT,
-        embedding_size=16,
-        **SMALL,
-    ),
-    "distilbert": of_transformers(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        {"distilbert.transformer.layer.1": 1},
-        words,
-        ("dropout", "attention_dropout"),
-        dim=16,
-        n_layers=2,
-        n_heads=2,
-        hidden_dim=32,
-        vocab_size=WORDS,
-        max_position_embeddings=16,
-    ),
-    "gpt2": of_transformers(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"transformer.h.1": 1},
-        masked_words,
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        vocab_size=WORDS,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
-    "gpt-neox": of_transformers(
-        "GPTNeoXForCausalLM",
-        "GPTNeoXConfig",
-        {"gpt_neox.layers.1": 1},
-        words,
-        ("hidden_dropout", "attention_dropout"),
-        **SMALL,
-    ),
-    "opt": of_transformers(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {"model.decoder.layers.1": 1},
-        words,
-        ("dropout", "attention_dropout"),
-        **{k: v for k, v in SMALL.items() if k != "intermediate_size"},
-        ffn_dim=32,
-        word_embed_proj_dim=16,
-    ),
-    "bloom": of_transformers(
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"transformer.h.1": 1},
-        words,
-        ("hidden_dropout", "attention_dropout"),
-        hidden_size=16,
-        n_layer=2,
-        n_head=2,
-        vocab_size=WORDS,
-    ),
+    "electra": of_transformers("ElectraForMaskedLM", "electra.encoder.layer.1"),
+    "albert": of_transformers("AlbertForMaskedLM", "predictions"),
+    "distilbert": of_transformers("DistilBertForMaskedLM", "distilbert.transformer.layer.1", hidden_dim=32),
+    "gpt2": of_transformers("GPT2LMHeadModel", "transformer.h.1", masked_words),
+    "gpt-neox": of_transformers("GPTNeoXForCausalLM", "gpt_neox.layers.1"),
+    "opt": of_transformers("OPTForCausalLM", "model.decoder.layers.1", ffn_dim=32, word_embed_proj_dim=16),
+    "bloom": of_transformers("BloomForCausalLM", "transformer.h.1"),
     "phi": decoder("Phi"),
     "llama": decoder("Llama", masked_words),
     "mistral": decoder("Mistral", sliding_window=4),
@@ -407,118 +295,62 @@ ZOO: dict[str, Configuration] = {
     "qwen2-moe": decoder(
         "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
     ),
-    "mamba": of_transformers(
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"backbone.layers.1": 1},
-        words,
-        hidden_size=16,
-        num_hidden_layers=2,
-        vocab_size=WORDS,
-        state_size=4,
-    ),
+    "mamba": of_transformers("MambaForCausalLM", "backbone.layers.1", state_size=4),
     "t5": of_transformers(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"decoder": 1},
-        masked_words,
-        ("dropout_rate",),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=WORDS,
-        decoder_start_token_id=0,
+        "T5ForConditionalGeneration", "decoder", masked_words, d_kv=8, d_ff=32, num_decoder_layers=2
     ),
-    "bart": of_transformers(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        {"model.decoder": 1},
-        masked_words,
-        OF_BART,
-        **SEQUENCES,
-        max_position_embeddings=16,
-    ),
-    "pegasus": of_transformers(
-        "PegasusForConditionalGeneration",
-        "PegasusConfig",
-        {"model.decoder": 1},
-        words,
-        OF_BART,
-        **SEQUENCES,
-        max_position_embeddings=16,
-    ),
+    "bart": of_transformers("BartForConditionalGeneration", "model.decoder", masked_words, **DECODER_OF_TWO),
+    "pegasus": of_transformers("PegasusForConditionalGeneration", "model.decoder", **DECODER_OF_TWO),
     "whisper": of_transformers(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {"model.decoder": 1},
+        "model.decoder",
         sounds,
-        OF_BART,
-        **SEQUENCES,
+        **DECODER_OF_TWO,
         num_mel_bins=8,
         max_source_positions=16,
         max_target_positions=16,
     ),
     "wav2vec2": of_transformers(
         "Wav2Vec2ForSequenceClassification",
-        "Wav2Vec2Config",
-        {"wav2vec2.encoder.layers.1": 1},
+        "wav2vec2.encoder.layers.1",
         waves,
-        tuple(f"{part}_dropout" for part in ("hidden", "attention", "activation", "feat_proj", "final")),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
         conv_dim=(8, 8),
         conv_stride=(5, 4),
         conv_kernel=(10, 4),
+        num_feat_extract_layers=2,
         num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2,
         classifier_proj_size=8,
-        num_labels=CLASSES,
         apply_spec_augment=False,
         layerdrop=0.0,
-        num_feat_extract_layers=2,
     ),
-    "vit": of_transformers(
-        "ViTForImageClassification", "ViTConfig", {"vit.layers.1": 1}, images, OF_BERT, **PATCHES
-    ),
+    "vit": of_transformers("ViTForImageClassification", "vit.layers.1", images),
     "swin": of_transformers(
         "SwinForImageClassification",
-        "SwinConfig",
-        {"swin.encoder.layers.1": 1},
+        "swin.encoder.layers.1",
         images,
-        (*OF_BERT, "drop_path_rate"),
-        image_size=PIXELS,
         patch_size=4,
         embed_dim=8,
         depths=[2, 2],
-        num_heads=[2, 2],
+        num_attention_heads=[2, 2],
         window_size=4,
-        num_labels=CLASSES,
     ),
     "convnext": of_transformers(
         "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"convnext.encoder.stages.1": 1},
+        "convnext.encoder.stages.1",
         images,
-        ("drop_path_rate",),
+        patch_size=4,
         hidden_sizes=[8, 16],
         depths=[2, 2],
-        num_stages=2,
-        num_labels=CLASSES,
     ),
     "resnet": of_transformers(
         "ResNetForImageClassification",
-        "ResNetConfig",
-        {"resnet.encoder.stages.1": 1},
+        "resnet.encoder.stages.1",
         images,
         embedding_size=8,
         hidden_sizes=[8, 16],
         depths=[1, 1],
         layer_type="basic",
-        num_labels=CLASSES,
     ),
     "clip": Configuration(clip, images_with_words, {"text_model": 1}, "transformers"),
     "timm vit": of_timm("test_vit", {"blocks.3": 1}, img_size=PIXELS),
