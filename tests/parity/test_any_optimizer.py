@@ -1,6 +1,5 @@
 """Optimizers of torch.optim and of users train as in plain PyTorch: their own step runs."""
 
-import copy
 import inspect
 
 import parity_runs
@@ -207,21 +206,6 @@ def test_a_closure_that_must_be_given_is_refused():
         wrapped(Closing)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW, poptorch.optim.SGD], ids=str)
-def test_hooks_of_the_step_run(make):
-    calls = []
-    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # torch's step of a base class calls hooks, too
-
-    def hooked(parameters):
-        optimizer = make(parameters, lr=0.05)
-        optimizer.register_step_pre_hook(lambda *all: calls.append("before"))
-        optimizer.register_step_post_hook(lambda *all: calls.append("after"))
-        return optimizer
-
-    trained(hooked, updates=4, iterations=2)
-    assert calls == ["before", "after"] * 4
-
-
 def test_a_hook_of_the_step_may_write_to_gradients():
     def hooked(parameters):
         optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
@@ -258,31 +242,6 @@ def test_gradients_of_the_program_stay_as_they_are():
     assert model.first.weight.grad is kept
     assert torch.equal(kept, torch.ones(6, 4))
     assert model.second.weight.grad is None
-
-
-def test_a_frozen_parameter_takes_no_step():
-    make = optimizer_of("NAdam")
-    model, optimizer, executor = wrapped(make)
-    rows = parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0]
-    executor(*rows)
-    model.first.weight.requires_grad_(False)
-    before, count = model.first.weight.clone(), optimizer.state[model.first.weight]["step"].clone()
-    executor(*rows)
-    assert torch.equal(model.first.weight, before)
-    assert torch.equal(optimizer.state[model.first.weight]["step"], count)
-    assert optimizer.state[model.second.weight]["step"] == 2
-
-
-def test_state_is_saved_and_loaded_and_the_training_goes_on():
-    make = optimizer_of("RAdam")
-    model, optimizer = trained(make, updates=3)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again, other, executor = wrapped(make)
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    for rows in parity_runs.batches(model, UPDATES, ACCUMULATION * ROWS)[3:]:
-        executor(*rows)
-    same((again, other), plain(make))
 
 
 class Counting(Lion):
@@ -485,10 +444,3 @@ def test_a_wrapper_that_lacks_what_executors_read_is_refused_with_the_fix():
 
     with pytest.raises(poptorch.Error, match=r"(?s)Bare has no param_groups and no state.*fix: super"):
         wrapped(Bare)
-
-
-def test_another_optimizer_after_compilation_is_refused():
-    model, _, executor = wrapped(optimizer_of("Adagrad"))
-    executor(*parity_runs.batches(model, 1, ACCUMULATION * ROWS)[0])
-    with pytest.raises(poptorch.Error, match=r"the optimizer's type can't change"):
-        executor.setOptimizer(optimizer_of("NAdam")(model.parameters()))

@@ -1,13 +1,17 @@
 """Gradients that do not come from the loss's own backward, but from one inside an autograd function, reach `.grad`."""
 
+from functools import partial
+
 import pytest
 import torch
-from parity_runs import made, options
+from parity_runs import assert_trains_as_plain_pytorch, made, options
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poptorch
 from small_models import module
+
+SGD = partial(torch.optim.SGD, lr=0.5)
 
 
 class Inner(torch.autograd.Function):
@@ -56,26 +60,9 @@ class Model(nn.Module):
 @pytest.mark.parametrize("shared", [False, True], ids=["inside alone", "outside, too"])
 @pytest.mark.parametrize("first", ["input", "frozen"])
 def test_parameters_inside_are_trained_as_in_plain_pytorch(inside, shared, first):
-    def make():
-        model = Model(inside, shared, first)
-        poptorch.removeBlocks(model)
-        return model
-
-    ours, plain = made(make), made(make)
     # One micro-batch: with more, plain PyTorch adds each part of a gradient to `.grad` by itself.
-    executor = poptorch.trainingModel(
-        ours, options(accumulation=1), torch.optim.SGD(ours.parameters(), lr=0.5)
-    )
-    x = torch.randn(2, 4)
-    loss = executor(x)
-    executor.copyWeightsToHost()
-    expected = plain(x.clone())
-    expected.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    assert torch.equal(loss, expected.detach())
-    for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(value, other), name
-    assert all(value.grad is None for value in ours.parameters())
+    make = partial(Model, inside, shared, first)
+    assert_trains_as_plain_pytorch(make, SGD, torch.randn(2, 4), accumulation=1)
 
 
 def test_a_language_model_with_frozen_embeddings_trains_all_layers_of_a_reentrant_checkpoint():
@@ -87,23 +74,14 @@ def test_a_language_model_with_frozen_embeddings_trains_all_layers_of_a_reentran
             vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=8,
         )  # fmt: skip
-        model = transformers.BertForSequenceClassification(config).train()
-        model.bert.embeddings.requires_grad_(False)
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-        return model
+        bert = transformers.BertForSequenceClassification(config).train()
+        bert.bert.embeddings.requires_grad_(False)
+        bert.enable_input_require_grads()
+        bert.gradient_checkpointing_enable({"use_reentrant": True})
+        return module(lambda self, words, labels: self.bert(input_ids=words, labels=labels).loss, bert=bert)
 
-    ours, plain = made(make), made(make)
     words, labels = torch.randint(0, 11, (2, 5)), torch.randint(0, 2, (2,))
-    executor = poptorch.trainingModel(
-        ours, options(accumulation=1), torch.optim.SGD(ours.parameters(), lr=0.5)
-    )
-    executor(input_ids=words, labels=labels)
-    executor.copyWeightsToHost()
-    plain(input_ids=words.clone(), labels=labels.clone()).loss.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    for (name, value), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-        assert torch.equal(value, other), name
+    assert_trains_as_plain_pytorch(make, SGD, words, labels, accumulation=1)
 
 
 def test_gradients_are_not_copied():

@@ -1,10 +1,7 @@
 """While it is captured a forward takes the branches that it takes in plain PyTorch: nothing tells it of a compiler."""
 
-import copy
-
 import pytest
 import torch
-from parity_runs import options
 from torch import nn
 from torch.compiler import is_compiling
 
@@ -44,39 +41,6 @@ def test_torchs_own_layers_branch_on_no_data_and_the_log_says_once_where(caplog)
     (said,) = (line for line in caplog.messages if "takes its branch for compilers" in line)
     assert "forward in transformer.py" in said and __file__ in said
     assert torch.allclose(found[~mask], model(x, src_key_padding_mask=mask)[~mask], atol=1e-6)
-
-
-def language_model(name):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 31}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-    if name == "mamba":
-        return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, num_local_experts=2))
-
-
-@pytest.mark.parametrize("name", ["mamba", "mixtral"])
-def test_a_language_model_takes_the_algorithm_of_plain_pytorch(name):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = language_model(name)
-
-        def forward(self, words):
-            return self.model(input_ids=words, labels=words).loss
-
-    user = Model()
-    plain = copy.deepcopy(user)
-    words = torch.randint(31, (2, 8))
-    optimizer = torch.optim.SGD(user.parameters(), lr=0.1)
-    loss = poptorch.trainingModel(user, options(accumulation=1), optimizer)(words)
-    expected = plain(words)
-    expected.backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert torch.equal(loss, expected.detach())
-    for key, value in plain.state_dict().items():
-        assert torch.equal(user.state_dict()[key], value), key
 
 
 @pytest.mark.parametrize(

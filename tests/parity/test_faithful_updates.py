@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import poptorch
-from small_models import module
 
 
 def quiet(iterations=1, accumulation=1, replicas=1):
@@ -61,13 +60,6 @@ def step_both(make, dtype=torch.float32, steps=3):
     return one.weight.detach().clone(), two.weight.detach()
 
 
-@pytest.mark.parametrize(
-    "rates", [{"momentum": 0.9}, {}, {"momentum": 0.5, "nesterov": False, "weight_decay": 0.1}]
-)
-def test_torchs_sgd_does_not_dampen_the_first_step(rates):
-    assert torch.equal(*step_both(lambda p: torch.optim.SGD(p, lr=0.01, dampening=0.4, **rates)))
-
-
 def test_adamw_without_bias_correction_is_the_same_rule_on_the_host():
     assert torch.equal(*step_both(lambda p: poptorch.optim.AdamW(p, lr=0.01, bias_correction=False)))
 
@@ -117,21 +109,6 @@ def test_a_running_mean_is_the_mean_in_every_layout():
         given, mean = running(replicas, (0, 0))
         torch.testing.assert_close(given.double(), mean, rtol=1e-6, atol=1e-7)
         assert torch.equal(given, running(replicas, (0, 1))[0])
-
-
-def test_a_mean_is_over_all_replicas_also_where_a_group_of_them_shares_the_parameter():
-    model = module(
-        lambda self, x: poptorch.identity_loss((self.weight * x).sum(), "none"),
-        weight=nn.Parameter(torch.zeros(2, 1)),
-    )
-    executor = poptorch.trainingModel(
-        model, quiet(replicas=4), poptorch.optim.SGD(model.parameters(), lr=1.0)
-    )
-    executor.weight.replicaGrouping(
-        poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.OnePerGroup
-    )
-    executor(torch.tensor([[1.0], [3.0], [5.0], [7.0]]))
-    assert model.weight.tolist() == [[-(1 + 3) / 4], [-(5 + 7) / 4]]
 
 
 # ---- numbers that 32 bits don't hold ---------------------------------------------------------------------
@@ -192,21 +169,6 @@ def test_gradients_that_a_loss_scale_makes_overflow_are_told_of_once(ipus, caplo
     assert "gradients of step 3 hold an infinity or a NaN" in told[0]
     assert "the loss scale is 1024" in told[0]
     assert "setAutomaticLossScaling(True)" in told[0]
-
-
-def test_the_final_loss_scale_is_the_one_that_the_last_update_used():
-    model = Slope()
-    options = quiet()
-    options.anchorTensor("scale", "finalLossScale")
-    options.Training.setAutomaticLossScaling(True)
-    executor = poptorch.trainingModel(
-        model, options, poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=8.0)
-    )
-    seen = []
-    for _ in range(3):
-        executor(torch.ones(1, 4))
-        seen.append(executor.getAnchoredTensor("scale").item())
-    assert seen == [8, 16, 32]
 
 
 # ---- loaded rates ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import popdist
 import poptorch
+from small_models import module
 
 CALLS, ITERATIONS, ACCUMULATION, ROWS = 2, 2, 2, 8  # rows of a micro-batch of all replicas
 SINGLE = torch.float64
@@ -118,16 +119,14 @@ def test_gradients_are_those_of_syncbatchnorm():
     sums = dy.sum((0, 2, 3), keepdim=True), (dy * normal).sum((0, 2, 3), keepdim=True)
     expected = weight * scale * (dy - sums[0] / values - normal * sums[1] / values)
 
-    class OneLayer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=SINGLE))
-            self.norm = poptorch.GroupedBatchNorm2d(3, 2, dtype=SINGLE)
+    def forward(self, x: Tensor, dy: Tensor) -> Tensor:
+        return poptorch.identity_loss((self.norm(x + self.shift) * dy).sum(), reduction="none")
 
-        def forward(self, x: Tensor, dy: Tensor) -> Tensor:
-            return poptorch.identity_loss((self.norm(x + self.shift) * dy).sum(), reduction="none")
-
-    model = OneLayer()
+    model = module(
+        forward,
+        shift=nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=SINGLE)),
+        norm=poptorch.GroupedBatchNorm2d(3, 2, dtype=SINGLE),
+    )
     model.norm.weight.data = weight.flatten().clone()
     opts = poptorch.Options().replicationFactor(2).showCompilationProgressBar(False)
     opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
@@ -183,16 +182,12 @@ def test_without_momentum_running_statistics_are_means_of_all():
     def norm(channels):
         return poptorch.GroupedBatchNorm2d(channels, 2, momentum=None)
 
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.weight = norm(2), nn.Parameter(torch.ones(2, 1, 1))
-
-        def forward(self, x):
-            return poptorch.identity_loss(self.norm(x) * self.weight, reduction="mean")
-
     opts = poptorch.Options().replicationFactor(2).deviceIterations(3).showCompilationProgressBar(False)
-    model = First()
+    model = module(
+        lambda self, x: poptorch.identity_loss(self.norm(x) * self.weight, reduction="mean"),
+        norm=norm(2),
+        weight=nn.Parameter(torch.ones(2, 1, 1)),
+    )
     rows = torch.randn(3 * 2 * 4, 2, 3, 3) + 5
     executor = poptorch.trainingModel(model, opts)
     executor(rows)
@@ -238,31 +233,6 @@ def test_a_failure_in_one_replica_ends_the_wait_of_the_others():
     after = {name: value.clone() for name, value in model.state_dict().items()}
     assert all(torch.equal(before[name], after[name]) for name in before)
     executor(images, labels)
-    executor.destroy()
-
-
-# ---- running statistics -------------------------------------------------------------------------------------
-
-
-def test_running_statistics_are_averaged_over_replicas_on_request():
-    opts = poptorch.Options().replicationFactor(2).showCompilationProgressBar(False)
-    opts.setExecutionStrategy(poptorch.ShardedExecution("a", "b"))
-    model = Net(nn.BatchNorm2d)
-    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(poptorch.Error, match="has not been compiled"):
-        executor.averageRunningStatistics()
-    (images, labels), *_ = batches(torch.float32)
-    executor(images[0], labels[0])
-    each = [dict(own) for own in executor._plans.state.buffers]
-    assert not torch.equal(each[0]["norm1.running_var"], each[1]["norm1.running_var"])
-    assert torch.equal(model.norm1.running_var.clone(), each[0]["norm1.running_var"])
-    executor.averageRunningStatistics()
-    for name in ("norm1.running_mean", "norm2.running_var"):
-        mean = (each[0][name].double() + each[1][name].double()) / 2
-        assert torch.equal(model.state_dict()[name], mean.float())
-    averaged = [dict(own) for own in executor._plans.state.buffers]
-    assert all(torch.equal(averaged[0][name], averaged[1][name]) for name in averaged[0])
-    assert model.norm1.num_batches_tracked.item() == 1
     executor.destroy()
 
 

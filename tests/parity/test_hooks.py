@@ -1,8 +1,10 @@
 """Hooks on parameters and tensors change gradients as in plain PyTorch; where they can't, they are refused."""
 
+from functools import partial
+
 import pytest
 import torch
-from parity_runs import ACCUMULATION, ROWS, cut, differing, options, plain_update
+from parity_runs import ACCUMULATION, ROWS, assert_trains_as_plain_pytorch, options
 from torch import nn
 
 import poptorch
@@ -34,21 +36,10 @@ class Hooked(nn.Module):
 X = torch.randn(ACCUMULATION * ROWS, 3, generator=torch.Generator().manual_seed(3))
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.5)
-
-
 @pytest.mark.parametrize("stages", [("a", "b"), None], ids=["two stages", "one stage"])
 def test_hooks_change_gradients_as_in_plain_pytorch(stages):
-    user, plain = Hooked(), Hooked()
-    if stages is None:
-        poptorch.removeBlocks(user)
-    executor = poptorch.trainingModel(
-        user, options(stages and poptorch.PipelinedExecution(*stages)), sgd(user)
-    )
-    executor(X)
-    plain_update(plain, sgd(plain), cut(ROWS, X))
-    assert differing(user, plain) == []
+    strategy = stages and poptorch.PipelinedExecution(*stages)
+    assert_trains_as_plain_pytorch(Hooked, partial(torch.optim.SGD, lr=0.5), X, strategy=strategy)
 
 
 def trainer():
@@ -56,7 +47,9 @@ def trainer():
     loss = nn.Module()
     loss.forward = lambda x: poptorch.identity_loss(model(x), "mean")
     loss.model = model
-    return model[0].weight, poptorch.trainingModel(loss, options(accumulation=1), sgd(model))
+    return model[0].weight, poptorch.trainingModel(
+        loss, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.5)
+    )
 
 
 def test_a_hook_after_the_accumulation_of_a_gradient_is_refused_at_compilation():

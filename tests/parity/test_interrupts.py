@@ -14,16 +14,12 @@ from torch import nn
 from what_a_call_changes import same, state
 
 import poptorch
+from small_models import module
 
 # Python can't raise what comes while it closes a generator: it writes a line, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 EVERYWHERE = ("/popengine/", "/poptorch/")
-WEIGHTS = (
-    "/poptorch/executor/executor.py",
-    "/poptorch/executor/optimizer_link.py",
-    "/run/state.py",
-)
 DEVICES = ("/poptorch/executor/loaded_plans.py", "/run/engine.py", "/run/state.py")
 
 
@@ -205,15 +201,14 @@ def test_a_compilation_is_interrupted_at_its_end_and_leaves_nothing_behind():
 def test_the_handler_of_the_program_is_called_after_the_capture():
     came = []
 
-    class Model(nn.Module):
-        def forward(self, x):
-            signal.raise_signal(signal.SIGINT)
-            came.append("forward goes on")
-            return x * 2
+    def forward(self, x):
+        signal.raise_signal(signal.SIGINT)
+        came.append("forward goes on")
+        return x * 2
 
     before = signal.signal(signal.SIGINT, lambda *details: came.append("handler"))
     try:
-        assert torch.equal(poptorch.inferenceModel(Model())(X), X * 2)
+        assert torch.equal(poptorch.inferenceModel(module(forward))(X), X * 2)
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == ["forward goes on", "handler"]
@@ -226,11 +221,10 @@ def test_a_mode_that_a_failing_forward_leaves_on_is_taken_off(kind):
     class LeftOn(kind):
         pass
 
-    class Model(nn.Module):
-        def forward(self, x):
-            LeftOn().__enter__()
-            raise KeyboardInterrupt
+    def forward(self, x):
+        LeftOn().__enter__()
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        poptorch.inferenceModel(Model())(X)
+        poptorch.inferenceModel(module(forward))(X)
     assert (X + 1).sum() != X.sum()

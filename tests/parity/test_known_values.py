@@ -1,9 +1,11 @@
 """What forward computes from constants alone has a value while it is captured, and Python may ask for it."""
 
+from functools import partial
+
 import numpy
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import assert_trains_as_plain_pytorch
 from torch import nn
 from torch.nn import functional
 
@@ -69,11 +71,7 @@ def test_gradients_flow_through_a_mask_that_is_known():
             chosen = torch.masked_select(kept, torch.tensor([True, False, True]))
             return poptorch.identity_loss((kept**2).sum() + chosen.sum(), "none")
 
-    model, plain = Masked(), Masked()
-    poptorch.trainingModel(model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.01))(X)
-    plain(X).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    assert torch.equal(model.weight, plain.weight)
+    assert_trains_as_plain_pytorch(Masked, partial(torch.optim.SGD, lr=0.01), X, accumulation=1)
 
 
 def test_a_constant_of_the_model_is_known_and_stays_as_it_is():
@@ -161,18 +159,13 @@ def test_a_transformer_takes_masks(source, training):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_encoder_and_decoder_with_padding_masks_train(training):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-
-        def forward(self, x, y, padding):
-            mask = self.net.generate_square_subsequent_mask(y.shape[1])
-            out = self.net(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
-            return poptorch.identity_loss(out, "mean")
+    def forward(self, x, y, padding):
+        mask = self.net.generate_square_subsequent_mask(y.shape[1])
+        out = self.net(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        return poptorch.identity_loss(out, "mean")
 
     torch.manual_seed(0)
-    model = Model().train(training)
+    model = module(forward, net=nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)).train(training)
     padding = torch.tensor([[False] * 4 + [True], [False] * 5])
     given = torch.randn(2, 5, 8), torch.randn(2, 3, 8), padding
     expected = model(*given).detach()

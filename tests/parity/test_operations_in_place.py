@@ -8,11 +8,12 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import assert_trains_as_plain_pytorch, options
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any
 
@@ -224,17 +225,10 @@ def test_a_loss_beside_a_write_has_the_bits_of_plain_pytorch(name, reduction):
             loss = function(self.layer(x), target, reduction=reduction, **LOSSES[name])
             return poptorch.identity_loss(loss, "mean")
 
-    model, plain = Counts(), Counts()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
-    executor = poptorch.trainingModel(model, options(accumulation=1), optimizers[0])
-    for _ in range(8):
-        x, target = torch.randn(5, 3), torch.rand(5, 7)
-        expected = plain(x, target)
-        optimizers[1].zero_grad()
-        expected.backward()
-        optimizers[1].step()
-        assert torch.equal(executor(x, target), expected.detach())
-        assert torch.equal(model.layer.weight, plain.layer.weight)
+    torch.manual_seed(1)
+    rows = torch.randn(8 * 5, 3), torch.rand(8 * 5, 7)
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    assert_trains_as_plain_pytorch(Counts, sgd, *rows, accumulation=1, updates=8)
 
 
 def test_in_inference_a_forward_may_write_into_a_parameter():
@@ -255,3 +249,63 @@ def test_a_trained_embedding_with_max_norm_is_an_error_with_a_fix():
         poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(
             torch.tensor([1])
         )
+
+
+# A value that autograd saved may be changed in place: gradients are those of the value that was saved.
+
+
+class Changes(nn.Module):
+    """Saved values are changed as a whole, in a slice, through a view, and in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (poptorch.BeginBlock(nn.Linear(4, 4), name) for name in "ab")
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        z = torch.sigmoid(y * y)
+        y.mul_(2)
+        y[0] += 1
+        w = z * self.scale
+        self.scale.mul_(0.5)
+        z.view(-1)[:3].exp_()
+        return poptorch.identity_loss(self.b(y + w + z).square(), "mean")
+
+
+class Drops(Changes):
+    """As networks for speech are written: an activation, and a dropout that overwrites it."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Sequential(
+            nn.ReLU(), nn.Dropout(0.0, inplace=True), nn.SiLU(), nn.Dropout(0.0, inplace=True)
+        )
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.b(self.c(self.a(x))).square(), "mean")
+
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+@pytest.mark.parametrize("make", [Changes, Drops])
+@pytest.mark.parametrize("stages", [("a", "b"), None], ids=["two stages", "one stage"])
+def test_a_saved_value_that_is_changed_in_place_has_the_gradient_of_what_was_saved(make, stages):
+    strategy = stages and poptorch.ShardedExecution(*stages)
+    assert_trains_as_plain_pytorch(make, SGD, X, strategy=strategy, accumulation=1)
+
+
+def test_a_dropout_that_overwrites_an_activation_trains():
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5, inplace=True), nn.Linear(4, 4), nn.MSELoss()
+    )
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))), x)
+    before = model[0].weight.clone()
+    poptorch.trainingModel(model, options(accumulation=1), SGD(model.parameters()))(X)
+    assert not torch.equal(model[0].weight, before)
+    assert model[0].weight.isfinite().all()

@@ -1,10 +1,11 @@
 """Weights that forward reaches in another way than by their module's attribute are the same weights."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from parity_runs import cut, options
+from parity_runs import assert_trains_as_plain_pytorch, made, options
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -153,48 +154,28 @@ ALL = [
 ]
 
 
-def data(updates: int) -> tuple[Tensor, Tensor]:
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def data(updates: int = 1) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(updates * ROWS, SIZE), torch.randn(updates * ROWS, SIZE)
 
 
-def made(kind) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
-
-
-def plain(kind, updates: int):
-    model = made(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x, target in cut(ROWS, *data(updates)):
-        optimizer.zero_grad()
-        loss = model(x, target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses), model.state_dict()
+def assert_trains(kind, updates: int = 1) -> None:
+    assert_trains_as_plain_pytorch(kind, SGD, *data(updates), accumulation=1, updates=updates)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_weight_is_trained_however_forward_reaches_it(kind):
-    losses, weights = plain(kind, UPDATES)
-    model = made(kind)
-    executor = poptorch.trainingModel(
-        model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
-    x, target = data(UPDATES)
-    found = [executor(*rows) for rows in zip(x.split(ROWS), target.split(ROWS), strict=True)]
-    assert torch.equal(torch.stack(found), losses)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
+    assert_trains(kind, UPDATES)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_inference_uses_the_weights_of_the_moment(kind):
     model = made(kind)
     executor = poptorch.inferenceModel(model)
-    x, target = data(1)
+    x, target = data()
     executor(x, target)
     with torch.no_grad():
         for value in model.parameters():
@@ -211,7 +192,7 @@ def refused(kind) -> str:
     model = made(kind)
     executor = poptorch.trainingModel(model, options(accumulation=1))
     with pytest.raises(poptorch.Error) as caught:
-        executor(*data(1))
+        executor(*data())
     return str(caught.value)
 
 
@@ -250,9 +231,7 @@ def test_a_foreign_weight_that_no_gradient_reaches_is_a_constant():
                 scale = self.parts[0](x)
             return self.layer(x) * scale + self.parts[0].bias.detach()
 
-    losses, _ = plain(Detached, 1)
-    executor = poptorch.trainingModel(made(Detached), options(accumulation=1))
-    assert torch.equal(executor(*data(1)).reshape(1), losses)
+    assert_trains(Detached)
 
 
 def test_a_tensor_over_the_memory_of_two_weights_is_an_error_that_names_both():
@@ -279,9 +258,7 @@ def test_weights_in_one_flat_memory_train_as_ever():
         def output(self, x):
             return self.layer(x) * self.column[0]
 
-    losses, _ = plain(Flat, 1)
-    executor = poptorch.trainingModel(made(Flat), options(accumulation=1))
-    assert torch.equal(executor(*data(1)).reshape(1), losses)
+    assert_trains(Flat)
 
 
 def test_two_parameters_over_the_same_memory_are_an_error_that_names_both():
@@ -319,9 +296,7 @@ def test_a_scratch_tensor_that_is_written_before_it_is_read_is_no_state():
             self.scratch.copy_(x)
             return self.layer(self.scratch * 2)
 
-    losses, _ = plain(Scratch, 1)
-    executor = poptorch.trainingModel(made(Scratch), options(accumulation=1))
-    assert torch.equal(executor(*data(1)).reshape(1), losses)
+    assert_trains(Scratch)
 
 
 def test_a_frozen_parameter_that_forward_changes_is_state():
@@ -337,16 +312,7 @@ def test_a_frozen_parameter_that_forward_changes_is_state():
                     slow.mul_(0.75).add_(fast, alpha=0.25)
             return self.layer(x) + self.teacher(x)
 
-    losses, weights = plain(Teacher, UPDATES)
-    model = made(Teacher)
-    executor = poptorch.trainingModel(
-        model, options(accumulation=1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
-    x, target = data(UPDATES)
-    found = [executor(*rows) for rows in zip(x.split(ROWS), target.split(ROWS), strict=True)]
-    assert torch.equal(torch.stack(found), losses)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name]), name
+    assert_trains(Teacher, UPDATES)
 
 
 def test_a_second_parameter_over_the_memory_of_one_is_an_error():

@@ -1,8 +1,10 @@
 """Two executors train parts of one model with two optimizers, as a generative adversarial network is trained."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from parity_runs import options
+from parity_runs import options, plain_update
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -64,54 +66,38 @@ def data() -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
 
 
-def freeze(module: nn.Module, frozen: bool) -> None:
-    module.requires_grad_(not frozen)
-
-
-def plain(frozen: bool) -> tuple[list[Tensor], list[Tensor]]:
-    generator, discriminator = made()
-    of_discriminator = OfDiscriminator(generator, discriminator), adam(discriminator)
-    of_generator = OfGenerator(generator, discriminator), adam(generator)
-    losses = []
-    for real, first, second in data():
-        for (model, optimizer), inputs in ((of_discriminator, (real, first)), (of_generator, (second,))):
-            if frozen:
-                freeze(discriminator, model is of_generator[0])
-            optimizer.zero_grad()
-            loss = model(*inputs)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-    return losses, state(generator, discriminator)
-
-
 def state(*modules: nn.Module) -> list[Tensor]:
     return [value.detach().clone() for module in modules for value in module.state_dict().values()]
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    """Return the function that makes one update in plain PyTorch."""
+    return lambda *inputs: plain_update(model, optimizer, [inputs])[0]
+
+
+def by_an_executor(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    return poptorch.trainingModel(model, options(accumulation=1), optimizer)
+
+
+def trained(trainer: Callable[..., Callable[..., Tensor]], frozen: bool) -> list[Tensor]:
+    """Return the losses, and all weights and buffers."""
+    generator, discriminator = made()
+    of_discriminator = trainer(OfDiscriminator(generator, discriminator), adam(discriminator))
+    of_generator = trainer(OfGenerator(generator, discriminator), adam(generator))
+    losses = []
+    for real, first, second in data():
+        discriminator.requires_grad_()
+        losses.append(of_discriminator(real, first).reshape(()))
+        discriminator.requires_grad_(not frozen)
+        losses.append(of_generator(second).reshape(()))
+    return [*losses, *state(generator, discriminator)]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_generator_and_a_discriminator_train_by_turns_as_in_plain_pytorch(frozen):
     """Neither executor is detached between the calls. `frozen`: the program freezes the discriminator by turns."""
-    generator, discriminator = made()
-    of_discriminator = poptorch.trainingModel(
-        OfDiscriminator(generator, discriminator), options(accumulation=1), adam(discriminator)
-    )
-    of_generator = poptorch.trainingModel(
-        OfGenerator(generator, discriminator), options(accumulation=1), adam(generator)
-    )
-    losses = []
-    for real, first, second in data():
-        if frozen:
-            freeze(discriminator, False)
-        losses.append(of_discriminator(real, first).reshape(()))
-        if frozen:
-            freeze(discriminator, True)
-        losses.append(of_generator(second).reshape(()))
-    expected, weights = plain(frozen)
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
-    assert [torch.equal(*pair) for pair in zip(state(generator, discriminator), weights, strict=True)] == (
-        [True] * len(weights)
-    )
+    found, expected = trained(by_an_executor, frozen), trained(plain, frozen)
+    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
 def test_the_images_of_a_generator_that_another_executor_trains_are_the_newest():

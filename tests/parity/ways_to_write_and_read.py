@@ -115,6 +115,20 @@ def through_bytes(value: Any, weights_only: bool = True) -> Any:
     return torch.load(file, weights_only=weights_only)
 
 
+def changed(change: Callable[[Loop], Any], steps: int = 1) -> Callable[[Loop], Any]:
+    """A way that changes something after one step, trains on, and evaluates."""
+
+    def run(loop: Loop) -> Any:
+        loop.step()
+        found = change(loop)
+        for _ in range(steps):
+            loop.step()
+        return found, loop.evaluate()
+
+    run.__name__ = change.__name__
+    return run
+
+
 # ---- weights, in place -------------------------------------------------------------------------------------
 
 
@@ -203,24 +217,15 @@ def clipped_after_each_step(loop: Loop) -> Any:
 
 
 @way
+@changed
 def perturbed_and_restored(loop: Loop) -> Any:
-    loop.step()
     kept = [parameter.data.clone() for parameter in loop.model.parameters()]
     for parameter in loop.model.parameters():
         parameter.data.add_(0.1)
     found = loop.evaluate()
     for parameter, value in zip(loop.model.parameters(), kept, strict=True):
         parameter.data = value
-    loop.step()
-    return found, loop.evaluate()
-
-
-@way
-def swapped_tensors(loop: Loop) -> Any:
-    loop.step()
-    torch.utils.swap_tensors(loop.model.first.weight, nn.Parameter(some((6, 4))))
-    loop.step()
-    return loop.evaluate()
+    return found
 
 
 # ---- state_dict, files and copies --------------------------------------------------------------------------
@@ -233,19 +238,9 @@ def load_state_dict_before_the_first_step(loop: Loop) -> Any:
 
 
 @way
+@changed
 def load_state_dict_of_the_model(loop: Loop) -> Any:
-    loop.step()
     loop.model.load_state_dict(halves(read(loop.model)))
-    found = loop.evaluate()
-    loop.step()
-    return found
-
-
-@way
-def load_state_dict_of_the_executor(loop: Loop) -> Any:
-    loop.step()
-    loop.load(halves(read(loop.model)))
-    loop.step()
     return loop.evaluate()
 
 
@@ -262,22 +257,18 @@ def the_best_weights_loaded_through_the_inference_executor(loop: Loop) -> Any:
 
 
 @way
+@changed
 def load_state_dict_by_assignment_and_a_new_optimizer(loop: Loop) -> Any:
-    loop.step()
     loop.model.load_state_dict(halves(read(loop.model)), assign=True)
+    take_a_new_optimizer(loop)
+
+
+def take_a_new_optimizer(loop: Loop) -> Any:
+    """Train with a new optimizer of the model's parameters, which has the state of the old one."""
     new = adamw(loop.model.parameters())
     new.load_state_dict(loop.optimizer.state_dict())
     loop.set_optimizer(new)
-    loop.step()
-    return loop.evaluate()
-
-
-@way
-def load_state_dict_by_assignment(loop: Loop) -> Any:
-    loop.step()
-    loop.model.load_state_dict(halves(read(loop.model)), assign=True)
-    loop.step()
-    return loop.evaluate()
+    return new.state_dict()["state"]
 
 
 @way
@@ -318,10 +309,9 @@ def a_model_saved_by_torch(loop: Loop) -> Any:
 
 
 @way
+@changed
 def a_model_saved_by_pickle(loop: Loop) -> Any:
-    loop.step()
     loaded = pickle.loads(pickle.dumps(loop.model))
-    loop.step()
     return read(loaded), [type(value) is nn.Parameter for value in loaded.parameters()]
 
 
@@ -430,25 +420,22 @@ def a_target_network(loop: Loop) -> Any:
     return found
 
 
+def pruned_half(loop: Loop) -> None:
+    prune.l1_unstructured(loop.model.first, "weight", 0.5)
+
+
 @way
 def pruned_before_the_first_step(loop: Loop) -> Any:
-    prune.l1_unstructured(loop.model.first, "weight", 0.5)
+    pruned_half(loop)
     loop.step()
     loop.step()
     return loop.evaluate()
 
 
 @way
-def pruned_after_a_step(loop: Loop) -> Any:
-    loop.step()
-    prune.l1_unstructured(loop.model.first, "weight", 0.5)
-    loop.step()
-
-
-@way
 def pruned_after_a_step_and_compiled_again(loop: Loop) -> Any:
     loop.step()
-    prune.l1_unstructured(loop.model.first, "weight", 0.5)
+    pruned_half(loop)
     loop.again()
     loop.step()
     prune.remove(loop.model.first, "weight")
@@ -458,11 +445,8 @@ def pruned_after_a_step_and_compiled_again(loop: Loop) -> Any:
 
 @way
 def a_mask_of_pruning_changed(loop: Loop) -> Any:
-    prune.l1_unstructured(loop.model.first, "weight", 0.25)
-    loop.step()
-    loop.model.first.weight_mask.zero_()
-    loop.step()
-    return loop.evaluate()
+    pruned_half(loop)
+    return changed(lambda loop: loop.model.first.weight_mask.zero_())(loop)
 
 
 class Doubled(nn.Module):
@@ -470,9 +454,13 @@ class Doubled(nn.Module):
         return weight * 2
 
 
+def parametrized(loop: Loop) -> None:
+    parametrize.register_parametrization(loop.model.first, "weight", Doubled())
+
+
 @way
 def parametrized_before_the_first_step(loop: Loop) -> Any:
-    parametrize.register_parametrization(loop.model.first, "weight", Doubled())
+    parametrized(loop)
     loop.step()
     with torch.no_grad():
         loop.model.first.parametrizations.weight.original.mul_(0.5)
@@ -481,19 +469,10 @@ def parametrized_before_the_first_step(loop: Loop) -> Any:
 
 
 @way
-def parametrized_after_a_step(loop: Loop) -> Any:
-    loop.step()
-    parametrize.register_parametrization(loop.model.first, "weight", Doubled())
-    loop.step()
-
-
-@way
+@changed
 def parametrized_after_a_step_and_compiled_again(loop: Loop) -> Any:
-    loop.step()
-    parametrize.register_parametrization(loop.model.first, "weight", Doubled())
+    parametrized(loop)
     loop.again()
-    loop.step()
-    return loop.evaluate(x=some((2, 4)))
 
 
 def normed() -> nn.Module:
@@ -512,12 +491,10 @@ def a_weight_norm_assigned_to(loop: Loop) -> Any:
 
 
 @way
+@changed
 def functional_call(loop: Loop) -> Any:
-    loop.step()
     other = {name: value * 0.5 for name, value in loop.model.first.named_parameters()}
-    found = torch.func.functional_call(loop.model.first, other, some((2, 4)))
-    loop.step()
-    return found.detach()
+    return torch.func.functional_call(loop.model.first, other, some((2, 4))).detach()
 
 
 # ---- other executors ---------------------------------------------------------------------------------------
@@ -557,50 +534,31 @@ def an_executor_of_a_submodule(loop: Loop) -> Any:
 
 
 @way
-def the_model_called_by_the_program(loop: Loop) -> Any:
-    loop.step()
-    found = loop.model(some((2, 4))).detach()  # in train(): running statistics and the counter change
-    loop.step()
-    return found
-
-
-@way
+@changed
 def detached_written_and_attached(loop: Loop) -> Any:
-    loop.step()
     loop.detach()
     found = read(loop.model)
     with torch.no_grad():
         loop.model.first.weight.mul_(0.5)
         loop.model.norm.running_mean.add_(1)
-    loop.step()
     return found
 
 
 @way
+@changed
 def destroyed_written_and_compiled_again(loop: Loop) -> Any:
-    loop.step()
     loop.again()
     loop.model.load_state_dict(halves(read(loop.model)))
-    loop.step()
 
 
 # ---- requires_grad -----------------------------------------------------------------------------------------
 
 
 @way
-def one_parameter_frozen(loop: Loop) -> Any:
-    loop.step()
-    loop.model.first.weight.requires_grad_(False)
-    loop.step()
-    loop.step()
-
-
-@way
+@changed
 def biases_frozen(loop: Loop) -> Any:
-    loop.step()
     for name, parameter in loop.model.named_parameters():
         parameter.requires_grad = "bias" not in name
-    loop.step()
 
 
 @way
@@ -625,21 +583,6 @@ def with_a_frozen_layer() -> nn.Module:
     return model
 
 
-@way(model=with_a_frozen_layer)
-def a_frozen_layer_freed(loop: Loop) -> Any:
-    loop.step()
-    loop.model.first.requires_grad_(True)
-    loop.step()
-    loop.step()
-
-
-@way(model=with_a_frozen_layer)
-def a_frozen_layer_written(loop: Loop) -> Any:
-    loop.step()
-    loop.model.first.weight.mul_(0.5)
-    loop.step()
-
-
 @way(optimizer=momentum)
 def frozen_with_momentum(loop: Loop) -> Any:
     loop.step()
@@ -653,96 +596,39 @@ def frozen_with_momentum(loop: Loop) -> Any:
 
 
 @way
+@changed
 def a_parameter_replaced_with_its_optimizer(loop: Loop) -> Any:
-    loop.step()
-    old = loop.optimizer.state_dict()
     loop.model.first.weight = nn.Parameter(some((6, 4)))
-    new = adamw(loop.model.parameters())
-    new.load_state_dict(old)
-    loop.set_optimizer(new)
-    loop.step()
-    return loop.evaluate()
+    take_a_new_optimizer(loop)
 
 
 @way
-def a_parameter_replaced(loop: Loop) -> Any:
-    loop.step()
-    loop.model.first.weight = nn.Parameter(some((6, 4)))
-    loop.step()
-
-
-@way
+@changed
 def a_layer_replaced_with_its_optimizer(loop: Loop) -> Any:
-    loop.step()
-    old = loop.optimizer.state_dict()
     torch.manual_seed(9)
     loop.model.second = nn.Linear(6, 3)
-    new = adamw(loop.model.parameters())
-    new.load_state_dict(old)
-    loop.set_optimizer(new)
-    loop.step()
+    take_a_new_optimizer(loop)
+
+
+@way
+@changed
+def a_layer_of_another_shape(loop: Loop) -> Any:
+    torch.manual_seed(1)
+    loop.model.first = nn.Linear(4, 6, bias=False)
+
+
+@way
+@changed
+def a_buffer_replaced(loop: Loop) -> Any:
+    loop.model.scale = torch.tensor(0.5)
     return loop.evaluate()
 
 
 @way
-def a_layer_of_another_shape(loop: Loop) -> Any:
-    loop.step()
-    torch.manual_seed(1)
-    loop.model.first = nn.Linear(4, 6, bias=False)
-    loop.step()
-
-
-@way
-def a_weight_of_another_shape(loop: Loop) -> Any:
-    loop.step()
-    loop.model.second.bias.data = torch.zeros(1)
-    loop.step()
-
-
-@way
-def a_weight_of_another_dtype(loop: Loop) -> Any:
-    loop.step()
-    loop.model.double()
-    loop.step()
-
-
-@way
-def another_dtype_and_back(loop: Loop) -> Any:
-    loop.step()
-    loop.model.double()
-    loop.model.float()
-    loop.step()
-
-
-@way
-def a_weight_removed(loop: Loop) -> Any:
-    loop.step()
-    loop.model.second.bias = None
-    loop.step()
-
-
-@way
-def a_weight_tied(loop: Loop) -> Any:
-    loop.step()
-    loop.model.norm.bias = loop.model.norm.weight
-    loop.step()
-
-
-@way
-def a_buffer_replaced(loop: Loop) -> Any:
-    loop.step()
-    loop.model.scale = torch.tensor(0.5)
-    found = loop.evaluate()
-    loop.step()
-    return found
-
-
-@way
+@changed
 def a_buffer_registered_anew(loop: Loop) -> Any:
-    loop.step()
     loop.model.register_buffer("seen", torch.tensor(10.0))
     loop.model.register_buffer("unused", torch.tensor(1.0))
-    loop.step()
 
 
 @way
@@ -756,13 +642,12 @@ def a_buffer_that_forward_writes(loop: Loop) -> Any:
 
 
 @way
+@changed
 def running_statistics_written(loop: Loop) -> Any:
-    loop.step()
     loop.model.norm.running_var.data.fill_(2)
     found = loop.evaluate()
     loop.model.norm.reset_running_stats()
-    loop.step()
-    return found, loop.evaluate()
+    return found
 
 
 # ---- the optimizer -----------------------------------------------------------------------------------------
@@ -788,43 +673,26 @@ def optimizer_state_held_over_a_step(loop: Loop) -> Any:
 
 
 @way
+@changed
 def optimizer_state_written(loop: Loop) -> Any:
-    loop.step()
     loop.optimizer.state[loop.model.first.weight]["exp_avg"].zero_()
     loop.optimizer.state[loop.model.second.weight]["exp_avg_sq"] *= 0.5
-    loop.step()
 
 
 @way
+@changed
 def optimizer_state_assigned(loop: Loop) -> Any:
-    loop.step()
     loop.optimizer.state[loop.model.first.weight]["exp_avg"] = some((6, 4))
     loop.optimizer.state[loop.model.first.bias] = {
         "step": torch.tensor(3.0), "exp_avg": torch.zeros(6), "exp_avg_sq": torch.ones(6)
     }  # fmt: skip
-    loop.step()
-
-
-@way
-def optimizer_state_cleared(loop: Loop) -> Any:
-    loop.step()
-    loop.optimizer.state.clear()
-    loop.step()
-
-
-@way
-def optimizer_state_of_one_parameter_removed(loop: Loop) -> Any:
-    loop.step()
-    del loop.optimizer.state[loop.model.first.weight]
-    loop.step()
 
 
 @way(optimizer=momentum)
+@changed
 def momentum_written(loop: Loop) -> Any:
-    loop.step()
     for state in loop.optimizer.state.values():
         state["momentum_buffer"].zero_()
-    loop.step()
 
 
 @way
@@ -859,6 +727,7 @@ def optimizer_state_saved_by_torch(loop: Loop) -> Any:
 
 
 @way
+@changed
 def state_of_a_plain_training_loaded(loop: Loop) -> Any:
     torch.manual_seed(0)
     model = Small()
@@ -867,10 +736,8 @@ def state_of_a_plain_training_loaded(loop: Loop) -> Any:
         other.zero_grad()
         model(some((2, 4), seed), some((2, 3), seed))[1].backward()
         other.step()
-    loop.step()
     loop.optimizer.load_state_dict(other.state_dict())
     loop.model.load_state_dict(model.state_dict())
-    loop.step()
 
 
 @way
@@ -886,10 +753,9 @@ def state_that_a_plain_training_goes_on_with(loop: Loop) -> Any:
 
 
 @way
+@changed
 def optimizer_copied_and_pickled(loop: Loop) -> Any:
-    loop.step()
     both = copy.deepcopy(loop.optimizer), pickle.loads(pickle.dumps(loop.optimizer))
-    loop.step()
     return [other.state_dict()["state"] for other in both]
 
 
@@ -905,11 +771,10 @@ def model_and_optimizer_copied_together(loop: Loop) -> Any:
 
 
 @way
+@changed
 def another_rate(loop: Loop) -> Any:
-    loop.step()
     loop.optimizer.param_groups[0]["lr"] = 0.01
     loop.set_optimizer(loop.optimizer)
-    loop.step()
 
 
 @way
@@ -922,21 +787,22 @@ def a_scheduler(loop: Loop) -> Any:
 
 
 @way
-def another_optimizer_with_its_state(loop: Loop) -> Any:
-    loop.step()
-    new = adamw(loop.model.parameters())
-    new.load_state_dict(loop.optimizer.state_dict())
-    loop.set_optimizer(new)
-    loop.step()
-    return new.state_dict()["state"]
+def one_cycle_of_rates_and_betas(loop: Loop) -> Any:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(loop.optimizer, max_lr=0.2, total_steps=5)
+    for _ in range(4):
+        loop.set_optimizer(loop.optimizer)
+        loop.step()
+        schedule.step()
+
+
+WAYS["one_cycle_of_rates_and_momentum"] = Way(one_cycle_of_rates_and_betas, Small, momentum)
 
 
 @way
+@changed
 def a_group_added(loop: Loop) -> Any:
-    loop.step()
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     loop.set_optimizer(loop.optimizer)
-    loop.step()
 
 
 # ---- modes -------------------------------------------------------------------------------------------------
@@ -952,15 +818,44 @@ def the_mode_of_the_model(loop: Loop) -> Any:
 
 
 @way
-def the_mode_of_a_submodule(loop: Loop) -> Any:
-    loop.step()
-    loop.model.norm.eval()
-    loop.step()
-
-
-@way
 def a_mode_set_before_the_first_step(loop: Loop) -> Any:
     loop.model.norm.eval()
     loop.step()
     loop.step()
     return loop.evaluate()
+
+
+# ---- one change after a step ---------------------------------------------------------------------------------
+
+for name, change in {
+    "swapped_tensors": lambda loop: torch.utils.swap_tensors(
+        loop.model.first.weight, nn.Parameter(some((6, 4)))
+    ),
+    "load_state_dict_of_the_executor": lambda loop: loop.load(halves(read(loop.model))),
+    "load_state_dict_by_assignment": lambda loop: (
+        loop.model.load_state_dict(halves(read(loop.model)), assign=True) and None
+    ),
+    "pruned_after_a_step": pruned_half,
+    "parametrized_after_a_step": parametrized,
+    # In train(): running statistics and the counter change.
+    "the_model_called_by_the_program": lambda loop: loop.model(some((2, 4))).detach(),
+    "one_parameter_frozen": lambda loop: loop.model.first.weight.requires_grad_(False).detach().clone(),
+    "a_parameter_replaced": lambda loop: setattr(loop.model.first, "weight", nn.Parameter(some((6, 4)))),
+    "a_weight_of_another_shape": lambda loop: setattr(loop.model.second.bias, "data", torch.zeros(1)),
+    "a_weight_of_another_dtype": lambda loop: loop.model.double() and None,
+    "another_dtype_and_back": lambda loop: loop.model.double().float() and None,
+    "a_weight_removed": lambda loop: setattr(loop.model.second, "bias", None),
+    "a_weight_tied": lambda loop: setattr(loop.model.norm, "bias", loop.model.norm.weight),
+    "optimizer_state_cleared": lambda loop: loop.optimizer.state.clear(),
+    "optimizer_state_of_one_parameter_removed": lambda loop: (
+        loop.optimizer.state.pop(loop.model.first.weight) and None
+    ),
+    "another_optimizer_with_its_state": take_a_new_optimizer,
+    "the_mode_of_a_submodule": lambda loop: loop.model.norm.eval() and None,
+}.items():
+    WAYS[name] = Way(changed(change, steps=2), Small, adamw)
+for name, change in {
+    "a_frozen_layer_freed": lambda loop: loop.model.first.requires_grad_(True) and None,
+    "a_frozen_layer_written": lambda loop: loop.model.first.weight.mul_(0.5).clone(),
+}.items():
+    WAYS[name] = Way(changed(change, steps=2), with_a_frozen_layer, adamw)
