@@ -1,5 +1,7 @@
 """Small models and wrappers that the executor's tests share. Importable, so that they can be pickled."""
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -41,6 +43,20 @@ class Dropping(nn.Module):
         return poptorch.identity_loss(nn.functional.dropout(self.layer(x), 0.5), "mean")
 
 
+class Applied(nn.Module):
+    """A layer, and a function of the model, the layer's output and the other arguments; attributes by their names."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(2, 2), function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x, *values, **named):
+        return self.function(self, self.layer(x), *values, **named)
+
+
 class Outer(nn.Module):
     """A wrapper of a module."""
 
@@ -50,6 +66,15 @@ class Outer(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+@contextlib.contextmanager
+def recordings():
+    """A list that grows with each recording of a forward."""
+    found = []
+    handle = poptorch.registerPreCompileHook(lambda: found.append(1))
+    yield found
+    handle.remove()
 
 
 def options(*, iterations=1, accumulation=1, replicas=1, mode=None):

@@ -1,12 +1,16 @@
 """Names that programs import: errors of the core, the original's insides, automatic casts."""
 
 import copy
+import enum
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+import popart
 import poptorch
+from poptorch import enums
 
 
 def test_the_core_has_the_same_errors():
@@ -49,17 +53,6 @@ def test_rules_of_ones_own_are_refused():
         poptorch.autocasting.Policy(fp16=["linear"])
 
 
-def test_autocast_off_inside_autocast_casts_nothing():
-    def forward(x):
-        with poptorch.autocast():
-            with poptorch.autocast(False):
-                off = x @ x
-            return off, x @ x
-
-    off, on = poptorch.inferenceModel(forward)(torch.randn(2, 2))
-    assert (off.dtype, on.dtype) == (torch.float32, torch.float16)
-
-
 def test_autocast_may_be_an_attribute_that_is_entered_again_and_copied():
     class Model(nn.Module):
         def __init__(self):
@@ -80,3 +73,106 @@ def test_autocast_does_nothing_where_the_options_say_so():
     options.Precision.autocastEnabled(False)
     model = poptorch.inferenceModel(poptorch.autocast()(torch.nn.Linear(2, 2)), options)
     assert model(torch.randn(1, 2)).dtype == torch.float32
+
+
+# Ranges of the host's code in a trace of torch.profiler.
+
+
+class Worker:
+    def work(self, x):
+        """Doubles."""
+        return x * 2
+
+
+class Player:
+    def play(self):
+        return "played"
+
+
+def test_tracepoints_and_instrumented_methods_are_ranges():
+    channel = poptorch.profiling.Channel("host")
+    worker = Worker()
+    channel.instrument(worker, "work")
+    channel.instrument(Player, "play")
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        assert worker.work(2) == 4
+        assert Player().play() == "played"
+        with channel.tracepoint("epoch"):
+            pass
+    names = {event.name for event in trace.events() or []}
+    assert {"host.Worker.work", "host.Player.play", "host.epoch"} <= names
+    assert worker.work.__doc__ == "Doubles."
+    with pytest.raises(AttributeError):
+        channel.instrument(worker, "rest")
+
+
+# The enums: programs save their integers, so the values are part of the contract.
+
+
+VALUES = {
+    "MeanReductionStrategy": {"Running": 0, "Post": 1, "PostAndLoss": 2},
+    "DataLoaderMode": {"Sync": 0, "Async": 1, "AsyncRebatched": 2},
+    "SharingStrategy": {"SharedMemory": 0, "FileSystem": 1, "Fork": 2, "ForkServer": 3},
+    "OutputMode": {"Final": 0, "EveryN": 1, "All": 2, "Sum": 3, "Default": 4},
+    "ConnectionType": {"Always": 0, "OnDemand": 1, "Never": 2},
+    "HalfFloatCastingBehavior": {"FloatDowncastToHalf": 0, "HalfUpcastToFloat": 1, "Default": 2},
+    "ReductionType": {"Sum": 0, "Mean": 1, "NoReduction": 2},
+    "SyncPattern": {"Full": 0, "SinglePipeline": 1, "ReplicaAndLadder": 2},
+    "Liveness": {
+        "AlwaysLive": 0,
+        "OffChipAfterFwd": 1,
+        "OffChipAfterFwdNoOverlap": 2,
+        "OffChipAfterEachPhase": 3,
+    },
+    "AutoStage": {"SameAsIpu": 0, "AutoIncrement": 1},
+    "MultiConvPlanType": {"Parallel": 0, "Serial": 1},
+    "CommGroupType": {"All": 0, "Consecutive": 1, "Orthogonal": 2, "NoGrouping": 3},
+    "VariableRetrievalMode": {"OnePerGroup": 0, "AllReplicas": 2},
+    "MatMulSerializationMode": {
+        "InputChannels": "input_channels",
+        "ReducingDim": "reducing_dim",
+        "OutputChannels": "output_channels",
+        "Disabled": "none",
+    },
+    "OverlapMode": {
+        "NoOverlap": "no_overlap",
+        "OverlapAccumulationLoop": "overlap_accumulation_loop",
+        "OverlapDeviceIterationLoop": "overlap_device_iteration_loop",
+    },
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_each_enum_has_the_members_and_values_of_the_contract(name):
+    kind = getattr(enums, name)
+    assert {member.name: member.value for member in kind} == VALUES[name]
+    assert issubclass(kind, enum.IntEnum) == (0 in VALUES[name].values())
+
+
+def test_the_module_lists_all_its_enums_and_one_old_name():
+    assert set(enums.__all__) == {*VALUES, "AnchorMode"}
+    assert enums.AnchorMode is enums.OutputMode
+
+
+def test_popart_enums_are_integers():
+    assert int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized) == 3
+    assert int(popart.SyntheticDataMode.RandomNormal) == 2
+    assert int(popart.SubgraphCopyingStrategy.JustInTime) == 1
+    assert int(popart.RecomputationType.None_) == 0 and int(popart.RecomputationType.Pipeline) == 3
+    assert int(popart.VirtualGraphMode.ExecutionPhases) == 3
+    assert int(popart.PatternsLevel.All) == 3
+    assert int(popart.BatchSerializationBatchSchedule.Isomorphic) == 1
+
+
+def test_popart_says_that_it_holds_enums_only():
+    with pytest.raises(AttributeError, match=r"'popart' has no attribute 'Builder'.*only the enums"):
+        _ = popart.Builder
+
+
+def test_a_name_in_place_of_a_member_is_an_error_that_has_the_member_or_is_taken():
+    with pytest.raises(
+        AssertionError, match=r"takes a poptorch.OutputMode; found 'all'\n  fix: poptorch.OutputMode.All$"
+    ):
+        poptorch.Options().outputMode("all")
+    x = torch.ones(2)
+    assert poptorch.set_overlap_for_input(x, "OverlapAccumulationLoop").equal(x)

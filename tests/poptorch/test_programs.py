@@ -1,6 +1,6 @@
 """What public programs do beside the ordinary, each corner in a few lines."""
 
-import ctypes
+import subprocess
 import warnings
 
 import pytest
@@ -10,6 +10,7 @@ from torch import nn
 
 import popart
 import poptorch
+import quick_python
 from poptorch import _impl, optim
 from poptorch._poplar_executor import PoplarExecutor
 from small_models import module
@@ -32,23 +33,6 @@ def test_enums_of_popart_are_passed_as_integers():
     assert inference(lambda x: x * 2, torch.zeros(2), opts=opts).shape == (2,)
 
 
-def test_a_compiled_library_of_custom_operations_may_be_loaded():
-    ctypes.CDLL(None)  # whatever a program loads, its operators are looked up by name
-    opts = poptorch.Options()
-    with pytest.raises(poptorch.Error, match=r"poptorch.registerCustomOp\('Cube'"):
-        inference(lambda x: poptorch.custom_op([x], "Cube", "com.acme", 1, [x])[0], torch.ones(2), opts=opts)
-
-
-def test_operations_are_called_as_torch_ops():
-    def forward(x):
-        torch.ops.poptorch.push_name_scope("scope")
-        x = torch.ops.poptorch.internal_cast(x + 1, "FLOAT16")
-        torch.ops.poptorch.pop_name_scope()
-        return x
-
-    assert inference(forward, torch.ones(2)).dtype == torch.float16
-
-
 def test_insides_that_programs_touch():
     executor, model = trainer()
     assert not executor._executable and isinstance(executor, PoplarExecutor)
@@ -64,37 +48,6 @@ def test_insides_that_programs_touch():
         executor._debugGetPopartIR()
 
 
-@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.LAMB])
-def test_rates_may_be_none(kind):
-    model = Trained()
-    optimizer = kind(model.parameters(), lr=None, betas=None, eps=None)
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    poptorch.trainingModel(model, options(), optimizer)(*batch())
-
-
-def test_lamb_takes_its_largest_norm_by_keyword_as_none_and_in_a_group():
-    model = Trained()
-    groups = [
-        {"params": [p], "max_weight_norm": n} for p, n in zip(model.parameters(), (None, 2.0), strict=True)
-    ]
-    optimizer = optim.LAMB(groups, lr=0.1, max_weight_norm=None)
-    optimizer._step_count = 1
-    before = model.layer.weight.detach().clone()
-    poptorch.trainingModel(model, options(), optimizer)(*batch())
-    assert not torch.equal(model.layer.weight, before)
-
-
-def test_inputs_may_be_none_nested_images_and_integers():
-    def forward(x, nothing, pair, image, count, *, mask=None):
-        assert nothing is None and mask is None
-        return x * count + pair[0][1] + image.float() / 255
-
-    x = torch.ones(2)
-    image = torch.full((2,), 255, dtype=torch.uint8)
-    executor = poptorch.inferenceModel(forward)
-    assert executor(x, None, ((x, x), x), image, 3, mask=None).tolist() == [5, 5]
-
-
 def test_a_model_may_have_no_inputs():
     model = module(
         lambda self: poptorch.identity_loss(self.weight**2, "sum"), weight=nn.Parameter(torch.ones(3))
@@ -104,24 +57,9 @@ def test_a_model_may_have_no_inputs():
     assert model.weight.tolist() == [0.25] * 3
 
 
-def test_many_workers_are_too_many_for_a_small_machine(caplog, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert poptorch.DataLoader(options(), [1, 2], num_workers=64).num_workers == 2
-    assert "num_workers=64 is more than this machine's cores: using 2" in caplog.text
-
-
 def test_programs_find_the_hardware_that_they_ask_for():
     assert poptorch.ipuHardwareIsAvailable() and poptorch.ipuHardwareIsAvailable(16)
     assert poptorch.ipuHardwareVersion() == 2
-
-
-def test_a_profile_is_asked_for_by_engine_options(tmp_path, monkeypatch):
-    settings = f'{{"autoReport.all": "true", "autoReport.directory": "{tmp_path}"}}'
-    monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", settings)
-    executor, _ = trainer()
-    executor(*batch())
-    executor.destroy()
-    assert (tmp_path / "training" / "profile.pop").exists()
 
 
 def test_a_scheduler_may_step_after_a_call_without_a_warning():
@@ -136,3 +74,76 @@ def test_a_scheduler_may_step_after_a_call_without_a_warning():
             executor(*batch())
             scheduler.step()
             executor.setOptimizer(optimizer)
+
+
+# Inputs and surroundings that no model can run with: an error names them, and nothing is spoilt.
+
+
+X, TARGET = batch()
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.empty(2, 3, device="meta"), "input x is on the meta device"),
+        (torch.ones(2, 3).to_sparse(), "input x is sparse"),
+        (torch.nested.nested_tensor([torch.ones(3), torch.ones(3)]), "input x is a nested tensor"),
+    ],
+    ids=["meta", "sparse", "nested"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_input_that_is_no_dense_tensor_is_named(x, words, compiled):
+    executor, _ = trainer()
+    if compiled:
+        executor(X, TARGET)
+    with pytest.raises(poptorch.Error, match=words):
+        executor(x, TARGET)
+    assert executor.isCompiled() == compiled
+    executor(X, TARGET)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda: poptorch.Block("a", ipu_id=-3),
+        lambda: poptorch.Block.start("a", ipu_id=-3),
+        lambda: poptorch.BeginBlock(torch.nn.Linear(1, 1), "a", ipu_id=-3),
+    ],
+)
+def test_a_block_names_an_ipu_from_0(mark):
+    with pytest.raises(poptorch.Error, match="ipu_id of a block takes an int from 0; found -3"):
+        mark()
+
+
+FORKS = """
+import os, torch, poptorch
+from executor_models import batch, trainer
+executor, model = trainer()
+executor(*batch())
+child = os.fork()
+if child == 0:
+    try:
+        executor(*batch())
+    except poptorch.Error as error:
+        os._exit(7 if "is a fork of it" in str(error) else 1)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+executor(*batch())
+print("the parent goes on")
+"""
+
+
+def test_a_fork_of_the_process_gets_an_error():
+    # It waited for ever, for threads that a fork has not got.
+    folder = __file__.rpartition("/")[0]
+    command = [*quick_python.words(), "-c", f"import sys; sys.path.insert(0, {folder!r}); exec({FORKS!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "the parent goes on\n", done.stderr
+
+
+def test_a_model_that_is_attached_nowhere_may_be_used_by_a_fork():
+    executor = poptorch.inferenceModel(Trained(), options())
+    executor(X)
+    executor.detachFromDevice()
+    executor._plans._process = -1  # as a fork would see it
+    assert executor(X).shape == (2, 2)

@@ -30,8 +30,9 @@ def test_what_runs_after_the_end_belongs_to_no_block():
         poptorch.Block.end()
         return x * 2
 
-    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block"):
+    with pytest.raises(poptorch.Error, match="No active Block, all the ops must belong to a Block") as caught:
         run(forward, torch.zeros(1))
+    assert f"{__file__}:{forward.__code__.co_firstlineno + 4}" in str(caught.value)
 
 
 def test_a_block_in_a_block_ends_the_outer_one():

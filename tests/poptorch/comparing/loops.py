@@ -38,12 +38,8 @@ from torch.utils.checkpoint import checkpoint
 
 from poptorch.testing import Updated, compare
 
-IN_BFLOAT16 = (
-    "bfloat16 sums",
-    "FSDP2 reduced in bfloat16",
-    "autocast",
-    "accelerate in bfloat16",
-)  # right up to rounding of that type
+# Right up to rounding of that type.
+IN_BFLOAT16 = ("bfloat16 sums", "FSDP2 reduced in bfloat16", "autocast", "accelerate in bfloat16")
 CPU, MICRO_BATCHES = torch.device("cpu"), 4
 FAULTS = {  # words of the conclusion, by loop
     "pipeline scaled twice": "1/4 of plain on ranks 0 and 1: accumulation is scaled twice",
@@ -101,12 +97,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.up, self.down, self.last = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-            nn.Linear(8, 4),
-        )
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 16)
+        self.down, self.last = nn.Linear(16, 8), nn.Linear(8, 4)
 
     def forward(self, x, y):
         return functional.mse_loss(self.last(x + self.down(functional.gelu(self.up(self.norm(x))))), y)
@@ -213,15 +205,23 @@ def run_stages(schedule, batch, first, last):
     return torch.stack(losses).mean() if losses else None
 
 
-def pipeline(
-    model, optimizer, batch, kind=Schedule1F1B, scale=1.0, clipping=None, stepping=(0, 1), keeps=True, **more
-):
+def part_of(model, rank):
+    """Return the layers of one of two stages."""
+    return nn.Sequential(model.layers[rank], *([model.last] * rank))
+
+
+def run_stage(module, rank, batch, kind=Schedule1F1B, loss=functional.mse_loss, group=None, **more):
+    """Run one of two stages on the micro-batches of this rank, and return the loss in the last stage."""
+    more.setdefault("n_microbatches", MICRO_BATCHES)
+    schedule = kind(PipelineStage(module, rank, 2, CPU, group=group), loss_fn=loss, **more)
+    return run_stages(schedule, batch, rank == 0, rank == 1)
+
+
+def pipeline(model, optimizer, batch, scale=1.0, clipping=None, stepping=(0, 1), keeps=True, **more):
     rank = dist.get_rank()
-    stage = PipelineStage(nn.Sequential(model.layers[rank], *([model.last] * rank)), rank, 2, CPU)
-    schedule = kind(
-        stage, MICRO_BATCHES, loss_fn=lambda output, y: functional.mse_loss(output, y) * scale, **more
+    loss = run_stage(
+        part_of(model, rank), rank, batch, loss=lambda *given: functional.mse_loss(*given) * scale, **more
     )
-    loss = run_stages(schedule, batch, rank == 0, rank == 1)
     if clipping:
         clipping(model)
     if rank in stepping:
@@ -252,8 +252,7 @@ def tied_pipeline(model, optimizer, batch, is_summed=True):
         (model.first, model.embed, model.attention),
         (lambda x: model.head(model.norm(x)), model.head, model.norm),
     )
-    stage = PipelineStage(Stage(*parts[rank]), rank, 2, CPU)
-    loss = run_stages(Schedule1F1B(stage, MICRO_BATCHES, loss_fn=token_loss), batch, rank == 0, rank == 1)
+    loss = run_stage(Stage(*parts[rank]), rank, batch, loss=token_loss)
     if is_summed:
         dist.all_reduce(model.embed.weight.grad)
     optimizer.step()
@@ -262,13 +261,10 @@ def tied_pipeline(model, optimizer, batch, is_summed=True):
 
 def copied_stages(model, optimizer, batch):
     rank = dist.get_rank()
-    given = nn.Sequential(model.layers[rank], *([model.last] * rank))
+    given = part_of(model, rank)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     names, module = [names[id(parameter)] for parameter in given.parameters()], copy.deepcopy(given)
-    stage = PipelineStage(module, rank, 2, CPU)
-    loss = run_stages(
-        ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=functional.mse_loss), batch, rank == 0, rank == 1
-    )
+    loss = run_stage(module, rank, batch, ScheduleGPipe)
     torch.optim.AdamW(module.parameters(), lr=0.01).step()
     weights = dict(zip(names, module.parameters(), strict=True))
     return Updated(loss, {f"module.{name}": weight.grad for name, weight in weights.items()}, weights)
@@ -357,14 +353,18 @@ def mean_over_tokens(model, optimizer, batch, is_right=True):
     return loss
 
 
-def accelerated(model, optimizer, batch):
+def accelerated(model, optimizer, batch, precision="no", norm=None):
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     for x, y in zip(*(value.chunk(2) for value in own(batch)), strict=True):
         with accelerator.accumulate(wrapped):
             accelerator.backward(wrapped(x, y))
+            if norm and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(wrapped.parameters(), norm)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -395,20 +395,26 @@ def clip_shards(model):
         shard *= min(1.0, 0.1 / (float(norm) + 1e-6))
 
 
-def flat_shards(model, optimizer, batch):
+def flat_shards(model, optimizer, batch, norm=None):
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     loss = wrapped(*own(batch))
     loss.backward()
+    if norm:
+        wrapped.clip_grad_norm_(norm)
     optimizer.step()
+    if norm:
+        optimizer.zero_grad(set_to_none=False)
     return loss
 
 
-def tensor_parallel(model, optimizer, batch):
+def tensor_parallel(model, optimizer, batch, reduces_norm=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     loss = model(*batch)
     loss.backward()
+    if reduces_norm:
+        average(model.norm, divisor=1)
     torch.optim.AdamW(model.parameters(), lr=0.01).step()
     return loss
 
@@ -439,15 +445,15 @@ def sequence_parallel(model, optimizer, batch, is_summed=True):
 # ---- four ranks ----------------------------------------------------------------------------------------------
 
 
-def data_and_pipeline(model, optimizer, batch, is_averaged=True, clipping=None):
+def data_and_pipeline(model, optimizer, batch, is_averaged=True, is_wrapped=False, clipping=None):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
     place, rank = mesh.get_local_rank("data"), mesh.get_local_rank("stage")
-    module = nn.Sequential(model.layers[rank], *([model.last] * rank))
-    stage = PipelineStage(module, rank, 2, CPU, group=mesh.get_group("stage"))
-    schedule = Schedule1F1B(stage, 2, loss_fn=functional.mse_loss)
+    module = part_of(model, rank)
+    wrapped = DistributedDataParallel(module, process_group=mesh.get_group("data")) if is_wrapped else module
     part = [value.chunk(2)[place] for value in batch]
-    loss = run_stages(schedule, part, rank == 0, rank == 1)
-    for parameter in module.parameters() if is_averaged else ():
+    kind = ScheduleGPipe if is_wrapped else Schedule1F1B
+    loss = run_stage(wrapped, rank, part, kind, group=mesh.get_group("stage"), n_microbatches=2)
+    for parameter in module.parameters() if is_averaged and not is_wrapped else ():
         dist.all_reduce(parameter.grad, group=mesh.get_group("data"))
         parameter.grad /= 2
     if clipping:
@@ -456,39 +462,20 @@ def data_and_pipeline(model, optimizer, batch, is_averaged=True, clipping=None):
     return loss
 
 
-def shards_and_tensor_parallel(model, optimizer, batch):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    loss = model(*[value.chunk(2)[mesh.get_local_rank("data")] for value in batch])
-    loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.01).step()
-    return loss
-
-
-def pipeline_of_wrappers(model, optimizer, batch):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
-    place, rank = mesh.get_local_rank("data"), mesh.get_local_rank("stage")
-    module = nn.Sequential(model.layers[rank], *([model.last] * rank))
-    wrapped = DistributedDataParallel(module, process_group=mesh.get_group("data"))
-    stage = PipelineStage(wrapped, rank, 2, CPU, group=mesh.get_group("stage"))
-    part = [value.chunk(2)[place] for value in batch]
-    loss = run_stages(ScheduleGPipe(stage, 2, loss_fn=functional.mse_loss), part, rank == 0, rank == 1)
-    optimizer.step()
-    return loss
-
-
-def accumulated_shards(model, optimizer, batch, is_early=False):
+def shards_and_tensor_parallel(model, optimizer, batch, turns=1, is_early=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
     if not is_early:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    parts = (value.chunk(2)[mesh.get_local_rank("data")].chunk(2) for value in batch)
+    parts = (value.chunk(2)[mesh.get_local_rank("data")].chunk(turns) for value in batch)
+    losses = []
     for turn, (x, y) in enumerate(zip(*parts, strict=True)):
-        model.set_requires_gradient_sync(turn == 1)
-        (model(x, y) / 2).backward()
+        model.set_requires_gradient_sync(turn == turns - 1)
+        losses.append(model(x, y) / turns)
+        losses[-1].backward()
     optimizer.step()
+    return losses[0] if turns == 1 else None
 
 
 # ---- idioms of other programs --------------------------------------------------------------------------------
@@ -548,39 +535,6 @@ def optimizer_in_backward(model, optimizer, batch):
         own_optimizer = torch.optim.AdamW([parameter], lr=0.01)
         parameter.register_post_accumulate_grad_hook(functools.partial(step, optimizer=own_optimizer))
     model(*own(batch)).backward()
-
-
-def accelerated_in_bfloat16(model, optimizer, batch):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    for x, y in zip(*(value.chunk(2) for value in own(batch)), strict=True):
-        with accelerator.accumulate(wrapped):
-            accelerator.backward(wrapped(x, y))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), 0.3)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def clipped_flat_shards(model, optimizer, batch):
-    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
-    wrapped(*own(batch)).backward()
-    wrapped.clip_grad_norm_(0.2)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-
-
-def reduced_twice(model, optimizer, batch):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model(*batch).backward()
-    average(model.norm, divisor=1)
-    torch.optim.AdamW(model.parameters(), lr=0.01).step()
 
 
 def spoil_bias(model):
@@ -657,13 +611,13 @@ LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], nn.Modul
     "sharded optimizer": (sharded_optimizer, {}, MLP, rows),
     "buckets": (in_buckets, {}, Deep, tokens),
     "optimizer in backward": (optimizer_in_backward, {}, MLP, rows),
-    "accelerate in bfloat16": (accelerated_in_bfloat16, {}, MLP, rows),
-    "FSDP1 clipped": (clipped_flat_shards, {}, Deep, tokens),
+    "accelerate in bfloat16": (accelerated, {"precision": "bf16", "norm": 0.3}, MLP, rows),
+    "FSDP1 clipped": (flat_shards, {"norm": 0.2}, Deep, tokens),
     "a bucket is left out": (in_buckets, {"left_out": 1}, Deep, tokens),
     "another decay": (in_buckets, {"decay": 0.3}, MLP, rows),
     "a sampler of rank 1": (by_hand, {"part": lambda batch: [value[1::2] for value in batch]}, MLP, rows),
     "ranks with more rows": (by_hand, {"part": uneven_rows}, MLP, rows),
-    "norm reduced twice": (reduced_twice, {}, Block, rows),
+    "norm reduced twice": (tensor_parallel, {"reduces_norm": True}, Block, rows),
     "not a number": (by_hand, {"reduce": spoil_bias}, MLP, rows),
     "norm with all-reduce": (sequence_parallel, {}, Block, rows),
     "norm without all-reduce": (sequence_parallel, {"is_summed": False}, Block, rows),
@@ -679,9 +633,14 @@ ON_FOUR = {
         rows,
     ),
     "FSDP x tensor parallel": (shards_and_tensor_parallel, {}, Block, rows),
-    "pipeline of DDP": (pipeline_of_wrappers, {}, MLP, rows),
-    "FSDP x tensor parallel, accumulated": (accumulated_shards, {}, Block, rows),
-    "optimizer made before the shards": (accumulated_shards, {"is_early": True}, Block, rows),
+    "pipeline of DDP": (data_and_pipeline, {"is_wrapped": True}, MLP, rows),
+    "FSDP x tensor parallel, accumulated": (shards_and_tensor_parallel, {"turns": 2}, Block, rows),
+    "optimizer made before the shards": (
+        shards_and_tensor_parallel,
+        {"turns": 2, "is_early": True},
+        Block,
+        rows,
+    ),
     "HSDP": (sharded, {"shape": (2, 2)}, MLP, rows),
 }
 

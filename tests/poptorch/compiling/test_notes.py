@@ -6,6 +6,7 @@ from executor_models import options
 from torch import nn
 
 import poptorch
+from small_models import module
 
 
 class Noting(nn.Module):
@@ -48,12 +49,11 @@ def test_notes_keep_their_order_over_replicas():
 
 
 def test_a_noted_value_has_its_own_type_again():
-    class Counting(nn.Module):
-        def forward(self, x):
-            poptorch.notes.note("hits", (x > 0).sum())
-            return x
+    def forward(self, x):
+        poptorch.notes.note("hits", (x > 0).sum())
+        return x
 
-    executor = poptorch.inferenceModel(Counting(), options())
+    executor = poptorch.inferenceModel(module(forward), options())
     executor(torch.tensor([1.0, -1.0, 2.0]))
     ((_, hits),) = executor.notes
     assert hits.dtype == torch.int64 and hits.tolist() == [2]

@@ -34,11 +34,6 @@ def test_too_little_data_for_all_processes_is_an_error():
         DataLoader(options(0, 2), Rows(7), batch_size=2)
 
 
-def test_each_process_reads_its_own_block():
-    blocks = [numbers(DataLoader(options(process, 2), Rows(11), batch_size=2)) for process in range(2)]
-    assert blocks == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-
-
 def test_without_partitioning_each_process_reads_all():
     loader = DataLoader(options(1, 2), Rows(8), batch_size=2, auto_distributed_partitioning=False)
     assert numbers(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]

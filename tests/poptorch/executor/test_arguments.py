@@ -4,7 +4,6 @@ import collections
 import copy
 import inspect
 import warnings
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -15,15 +14,6 @@ from torch import nn
 import poptorch
 
 ASYNC = {"sharing_strategy": poptorch.SharingStrategy.Fork}
-HINT = r"destroy\(\)"
-
-
-class Calls(nn.Module):
-    """A model whose forward is any function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
 
 
 def wrapped(function, **kwargs):
@@ -196,20 +186,6 @@ def test_an_argument_that_is_left_out_is_told_by_the_number_of_arguments():
     executor(ONE, None, d=ONE, e=ONE)  # the same arguments, written otherwise
 
 
-@dataclass
-class Batch:
-    values: torch.Tensor
-    scale: float = 1.0
-
-
-def test_a_field_of_a_dataclass_that_differs_is_named():
-    # The value of the compilation was used.
-    executor = wrapped(lambda batch: batch.values * batch.scale)
-    assert torch.equal(executor(Batch(ONE, 2.0)), ONE * 2)
-    with pytest.raises(poptorch.Error, match=r"Value mismatch for batch\.scale: expected 2.0 but got 3.0"):
-        executor(Batch(ONE, 3.0))
-
-
 @pytest.mark.parametrize("mode", [poptorch.DataLoaderMode.Sync, poptorch.DataLoaderMode.Async])
 def test_a_loader_of_other_options_than_the_models_is_one_warning(caplog, mode):
     rows = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(24, 2))
@@ -297,19 +273,6 @@ def test_the_structure_of_outputs_is_kept():
 
 def test_a_forward_that_returns_nothing_gives_none():
     assert wrapped(lambda a: None)(ONE) is None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "returned"),
-    [
-        (torch.int64, torch.int32),
-        (torch.float64, torch.float32),
-        *((t, t) for t in (torch.bool, torch.int8, torch.int16, torch.uint8, torch.float16, torch.float32)),
-    ],
-)
-def test_64_bit_types_come_back_narrower(dtype, returned):
-    made, same = wrapped(lambda a: (a.clone(), a))(torch.ones(2, dtype=dtype))
-    assert (made.dtype, same.dtype) == (returned, returned)
 
 
 def test_a_constant_of_the_host_is_returned_as_it_is_with_a_warning():

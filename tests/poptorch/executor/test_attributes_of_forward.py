@@ -5,23 +5,19 @@ import functools
 
 import pytest
 import torch
-from executor_models import options
-from torch import nn
+from executor_models import Applied, options
 
 import poptorch
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 
 
-class Model(nn.Module):
-    """A layer, and a function of the model and the layer's output; a number `v`."""
+class Model(Applied):
+    """Has a number `v`, a property and a cached property."""
 
     def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.function = nn.Linear(2, 2), function
-        self.v = self.layer.v = self._hidden = 2.0
-        self.cache = None
+        super().__init__(function, v=2.0, _hidden=2.0, cache=None)
+        self.layer.v = 2.0
 
     @property
     def hidden(self):
@@ -34,9 +30,6 @@ class Model(nn.Module):
     @functools.cached_property
     def doubled(self):
         return self.v * 2
-
-    def forward(self, x):
-        return self.function(self, self.layer(x))
 
 
 def as_float(m, y):

@@ -10,22 +10,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from executor_models import options
+from executor_models import Applied, options, recordings
 from torch import nn
 
 import poptorch
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
-
-
-class Model(nn.Module):
-    def __init__(self, function, make):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.function, self.v = nn.Linear(2, 2), function, make()
-
-    def forward(self, x):
-        return self.function(self, self.layer(x))
 
 
 @dataclasses.dataclass
@@ -113,19 +103,15 @@ EQUAL = {
 
 def recordings_of(calls):
     """The number of recordings while a function runs."""
-    found = []
-    handle = poptorch.registerPreCompileHook(lambda: found.append(1))
-    try:
+    with recordings() as found:
         calls()
-    finally:
-        handle.remove()
     return len(found)
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_an_equal_value_in_place_of_another_records_nothing_and_is_followed(name):
     function, make = EQUAL[name]
-    model = Model(function, lambda: make(2.0))
+    model = Applied(function, v=make(2.0))
     executor = poptorch.inferenceModel(model, options())
 
     def call(scale):
@@ -137,7 +123,7 @@ def test_an_equal_value_in_place_of_another_records_nothing_and_is_followed(name
 
 
 def test_a_value_that_is_changed_in_the_equal_object_is_followed():
-    model = Model(by_key, lambda: {"scale": 2.0})
+    model = Applied(by_key, v={"scale": 2.0})
     executor = poptorch.inferenceModel(model, options())
     for scale in (2.0, 2.0, 3.0, 2.0):
         model.v = {"scale": 2.0}
@@ -168,7 +154,7 @@ UNREAD = {
 
 def changing_calls(function, make, change, number):
     """Return a function that makes calls, which give the outputs of plain PyTorch, and changes the model after each."""
-    model = Model(function, make)
+    model = Applied(function, v=make())
     executor = poptorch.inferenceModel(model, options())
 
     def calls():
@@ -207,7 +193,7 @@ def test_a_value_of_every_call_that_changes_nothing_is_compared_no_more(name, ca
 
 
 def test_a_value_that_changes_now_and_then_stays_compared():
-    model = Model(lambda m, y: y * (2.0 if m.v < 5 else 3.0), int)
+    model = Applied(lambda m, y: y * (2.0 if m.v < 5 else 3.0), v=0)
     executor = poptorch.inferenceModel(model, options().checkRecording(False))
     for model.v in range(7):
         for _ in range(2):
@@ -219,7 +205,7 @@ def test_a_value_that_changes_now_and_then_stays_compared():
     "make", [lambda v: [v] * 2000, lambda v: {v: 1}, lambda v: dict.fromkeys(range(2000), v)]
 )
 def test_one_true_and_1_0_differ_in_containers(one, make):
-    model = Model(lambda m, y: y * (1 if type(next(iter(m.v.values() if len(m.v) > 1 and isinstance(m.v, dict) else m.v))) is int else 2), lambda: make(1))  # fmt: skip
+    model = Applied(lambda m, y: y * (1 if type(next(iter(m.v.values() if len(m.v) > 1 and isinstance(m.v, dict) else m.v))) is int else 2), v=make(1))  # fmt: skip
     executor = poptorch.inferenceModel(model, options())
     for value in (1, one, 1):
         model.v = make(value)

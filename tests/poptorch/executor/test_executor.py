@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -10,6 +11,7 @@ from executor_models import Dropping, Trained, batch, options, trainer
 from torch import nn
 
 import poptorch
+from poptorch.executor.calls import LatestCall
 
 NOT_COMPILED = r"has not been compiled or has been destroyed\."
 
@@ -19,8 +21,6 @@ NOT_COMPILED = r"has not been compiled or has been destroyed\."
     [
         lambda e: e.attachToDevice(),
         lambda e: e.detachFromDevice(),
-        lambda e: e.copyWeightsToHost(),
-        lambda e: e.copyWeightsToDevice(),
         lambda e: e.rng_state,
         lambda e: setattr(e, "rng_state", [1, 2]),
         lambda e: e.save("nowhere"),
@@ -71,24 +71,6 @@ def test_forward_sees_one_micro_batch():
     assert shapes == [(2, 3)]
 
 
-def test_a_tensor_that_is_a_plain_attribute_has_its_value_of_each_call():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift = torch.tensor([1.0, 2.0, 3.0])
-
-        def forward(self, x):
-            return x + self.shift[1:]
-
-    model = Shifted()
-    executor = poptorch.inferenceModel(model)
-    assert torch.equal(executor(torch.zeros(1, 2)), torch.tensor([[2.0, 3.0]]))
-    model.shift.fill_(7)
-    for _ in range(2):
-        assert torch.equal(executor(torch.zeros(1, 2)), torch.tensor([[7.0, 7.0]]))
-        executor.detachFromDevice()
-
-
 def test_attach_and_detach_take_turns():
     executor, _ = trainer()
     assert not executor.isAttachedToDevice()
@@ -133,26 +115,6 @@ def test_a_destroyed_executor_does_not_take_a_model_from_another():
     with pytest.raises(RuntimeError, match="already been wrapped"):
         executor(*batch())
     other(*batch())
-
-
-def test_a_failed_compilation_changes_nothing():
-    class Fails(Trained):
-        broken = True
-
-        def forward(self, x, target=None):
-            if Fails.broken:
-                raise RuntimeError("not yet")
-            return super().forward(x, target)
-
-    executor, model = trainer(Fails())
-    weight = model.layer.weight
-    with pytest.raises(RuntimeError, match="not yet"):
-        executor(*batch())
-    assert not executor.isCompiled()
-    assert model.layer.weight is weight
-    assert isinstance(model, Fails)
-    Fails.broken = False
-    executor(*batch())
 
 
 def test_hooks_run_in_order_around_a_compilation():
@@ -297,19 +259,6 @@ def test_rates_are_snapshots():
     assert not torch.equal(model.layer.weight, before)
 
 
-def test_momenta_survive_a_new_optimizer_of_the_same_type():
-    def trained(new):
-        executor, model = trainer(lr=0.1)
-        executor.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        for step in range(4):
-            if new and step == 2:
-                executor.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-            executor(*batch())
-        return model.layer.weight.detach().clone()
-
-    assert torch.equal(trained(True), trained(False))
-
-
 def test_synthetic_data_has_the_compiled_shapes():
     seen = []
     for mode in (True, 1, 3):  # normal, zeros, uniform
@@ -353,3 +302,80 @@ def test_an_executor_that_lives_until_the_interpreter_exits_prints_nothing():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert (done.stdout, done.stderr) == ("", "")
+
+
+# Performance counters: how many entries there are, and what the latencies make of them.
+
+
+KEYS = ("input", "input_complete", "output", "output_complete")
+
+
+def entries(executor):
+    counters = executor.getPerfCounters()
+    assert tuple(counters) == KEYS
+    return [[len(times) for times in counters[key]] for key in KEYS]
+
+
+def test_a_model_that_is_not_compiled_has_empty_counters():
+    executor = poptorch.inferenceModel(Trained())
+    assert executor.getPerfCounters() == {key: [[]] for key in KEYS}
+    assert executor.getLatency() == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "outputs"),
+    [("All", 4 * 2 * 2), ("Final", 2), ("Sum", 2), ("EveryN", 4 // 2 * 2 * 2)],
+)
+def test_there_is_one_entry_a_micro_batch_and_one_a_kept_output(mode, outputs):
+    opts = options(iterations=4, accumulation=2, replicas=2)
+    opts.outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
+    executor, _ = trainer(opts=opts)
+    executor(*batch(16))
+    executor(*batch(16))  # the latest call only
+    assert entries(executor) == [[16, 16], [16, 16], [outputs, outputs], [outputs, outputs]]
+    for latency in (
+        executor.getLatency(),
+        executor.getComputeLatency(),
+        executor.getHostIpuLatency(),
+        executor.getIpuHostLatency(),
+    ):
+        low, high, mean = latency
+        assert 0 <= low <= mean <= high
+
+
+def test_the_round_trip_is_longer_than_its_parts():
+    executor = poptorch.inferenceModel(Trained(), options(iterations=3))
+    executor(batch(3)[0])
+    parts = executor.getHostIpuLatency(), executor.getComputeLatency(), executor.getIpuHostLatency()
+    assert executor.getLatency()[2] == pytest.approx(sum(mean for _, _, mean in parts), rel=1e-6)
+
+
+def test_synthetic_data_is_not_measured():
+    executor = poptorch.inferenceModel(Trained(), options(iterations=3).enableSyntheticData(True))
+    assert executor(batch(3)[0]).shape == (3, 2)
+    assert entries(executor) == [[0]] * 4
+    assert executor.getLatency() == (0.0, 0.0, 0.0)
+    executor = poptorch.inferenceModel(lambda x, y: (x, y, x + y), options().enableSyntheticData(True))
+    executor(torch.ones(2), torch.ones(2))
+    assert entries(executor) == [[0] * 2, [0] * 2, [0] * 3, [0] * 3]
+
+
+def test_several_starts_lead_to_one_end():
+    started, ended = [[0.0, 1.0, 4.0, 5.0], [0.5, 0.0, 6.0, 4.5]], [[3.0, 8.0]]
+    # Starts are the earliest over the tensors, then over each group of two: 0 and 4.
+    assert LatestCall([[started, [], [], ended]]).latency("input", min, "output_complete") == (3.0, 4.0, 3.5)
+
+
+def test_destroy_forgets_the_times():
+    executor, _ = trainer()
+    executor(*batch())
+    executor.destroy()
+    assert entries(executor) == [[0]] * 4
+
+
+def test_an_output_is_freed_when_the_program_drops_it():
+    # The executor kept the outputs of its latest call until the next one.
+    executor = poptorch.inferenceModel(Trained(), options())
+    output = executor(batch()[0])
+    output = weakref.ref(output[0] if isinstance(output, tuple) else output)
+    assert output() is None

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import poptorch
-from poptorch.optim.freeze_optimizer import UnknownParameterError
 
 X = torch.ones(1, 2)
 
@@ -19,15 +18,6 @@ class Modal(nn.Module):
 
     def forward(self, x):
         return self.part(x) + (10 if self.training else 20)
-
-
-@pytest.mark.parametrize("change", [lambda e: e.eval(), lambda e: e.model.eval(), lambda e: e.train().eval()])
-def test_the_mode_of_an_inference_executor_is_what_forward_finds(change):
-    model = Modal()
-    executor = poptorch.inferenceModel(model)
-    change(executor)
-    assert torch.equal(executor(X), X + 20)
-    assert model.training
 
 
 def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
@@ -97,18 +87,6 @@ def test_a_parameter_that_is_gone_is_an_error_until_there_is_one():
     model.a.weight = nn.Parameter(torch.zeros(2, 2))
     executor.copyWeightsToHost()
     assert executor(X) == 0
-
-
-def test_an_optimizer_with_a_replaced_parameter_is_refused_and_the_one_before_stays():
-    model = Loss()
-    executor = trained(model)
-    executor(X)
-    old = torch.optim.SGD(model.parameters(), lr=100.0)
-    model.a.weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(UnknownParameterError, match=r"group 0, parameter \d, shape \[2, 2\]"):
-        executor.setOptimizer(old)
-    executor(X)
-    assert torch.equal(model.a.weight, torch.zeros(2, 2))  # neither optimizer holds it
 
 
 def test_the_class_of_a_wrapped_model_makes_new_models():

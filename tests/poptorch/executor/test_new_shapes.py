@@ -4,6 +4,7 @@ Plain PyTorch accumulates over the same micro-batches: equal ones to the last bi
 """
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 import poptorch
 from popengine import profile
+from small_models import module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +50,16 @@ def options(accumulation=1, plans=8, **more):
     for name, value in more.items():
         getattr(found, name)(*(value if isinstance(value, tuple) else (value,)))
     return found
+
+
+def started(opts, rule=torch.optim.SGD, lr=0.1, norm=True):
+    """Return a trainer, its model, a twin, and the function that makes an update of the twin in plain PyTorch."""
+    model, twin = model_and_twin()
+    if not norm:
+        model.norm, twin.norm = nn.Identity(), nn.Identity()
+    plain = rule(twin.parameters(), lr=lr)
+    trainer = poptorch.trainingModel(model, opts, rule(model.parameters(), lr=lr))
+    return trainer, model, twin, functools.partial(plain_step, twin, plain)
 
 
 def batch(rows, length=5):
@@ -99,27 +111,22 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_calls_of_other_lengths_train_the_same_weights(strategy):
-    model, twin = model_and_twin()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
     opts = options(3, setExecutionStrategy=STRATEGIES[strategy]())
-    trainer = poptorch.trainingModel(model, opts, optimizer)
+    trainer, model, twin, step = started(opts, torch.optim.AdamW, 0.01)
     for length in (5, 7, 5, 2, 7):
         inputs = batch(12, length)
         _, loss = trainer(*inputs)
-        assert torch.equal(loss, plain_step(twin, plain, cut(inputs, 4))[-1])
+        assert torch.equal(loss, step(cut(inputs, 4))[-1])
     assert_equal(model, twin)
 
 
 def test_an_optional_argument_may_be_left_out_and_its_weights_then_rest():
     """Without the argument its weights have no gradient, so AdamW leaves them and their step count as they are."""
-    model, twin = model_and_twin()
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    trainer = poptorch.trainingModel(model, options(), torch.optim.AdamW(model.parameters(), lr=0.01))
+    trainer, model, twin, step = started(options(), torch.optim.AdamW, 0.01)
     for has_mask in (False, True, False, True, True):
         inputs = (*batch(4), torch.randn(4, 6))[: 3 if has_mask else 2]
         trainer(*inputs)
-        plain_step(twin, plain, [inputs])
+        step([inputs])
     assert_equal(model, twin)
 
 
@@ -169,13 +176,11 @@ def test_without_the_option_the_error_names_it():
 
 
 def test_modes_are_those_of_the_first_compilation():
-    model, twin = model_and_twin()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    trainer = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer, model, twin, step = started(options())
     for length in (5, 3):
         inputs = batch(4, length)
         trainer(*inputs)
-        plain_step(twin, plain, [inputs])
+        step([inputs])
         model.eval()  # as before a validation
     assert_equal(model, twin)
     assert not model.norm.training
@@ -183,14 +188,11 @@ def test_modes_are_those_of_the_first_compilation():
 
 def test_weights_and_optimizer_state_move_with_the_plans():
     """The host's reads and writes, and a detach, see one model, whichever plan has run last."""
-    model, twin = model_and_twin()
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = poptorch.trainingModel(model, options(), optimizer)
+    trainer, model, twin, step = started(options(), torch.optim.AdamW, 0.01)
     for number, length in enumerate((5, 3, 5, 4, 3)):
         inputs = batch(4, length)
         trainer(*inputs)
-        plain_step(twin, plain, [inputs])
+        step([inputs])
         if number == 1:
             trainer.detachFromDevice()
         if number == 2:
@@ -199,7 +201,7 @@ def test_weights_and_optimizer_state_move_with_the_plans():
                 twin.last.bias.fill_(0.5)
             trainer.copyWeightsToDevice()
     assert_equal(model, twin)
-    states = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    states = [optimizer.state_dict()["state"] for optimizer in (trainer._optimizer, step.args[1])]
     assert torch.equal(states[0][0]["exp_avg"], states[1][0]["exp_avg"])
 
 
@@ -215,72 +217,52 @@ def test_a_plan_can_be_compiled_ahead_of_its_first_call(compilations):
 # ---- incomplete batches ----------------------------------------------------------------------------------
 
 
+def assert_incomplete_batches_train(opts, sizes, micro_batch, step_rows, exact=False, **how):
+    """Assert that calls with so many rows train as plain PyTorch does with micro-batches and updates of these rows."""
+    trainer, model, twin, step = started(opts.outputMode(poptorch.OutputMode.All), **how)
+    for size in sizes:
+        inputs = batch(size)
+        scores, losses = trainer(*inputs)
+        expected = torch.cat([step(cut(update, micro_batch)) for update in cut(inputs, step_rows)])
+        assert torch.allclose(losses.reshape(-1), expected, rtol=0, atol=0 if exact else 1e-6)
+        assert len(scores) == size and trainer.finished_updates == -(-size // step_rows)
+    assert_equal(model, twin, exact)
+
+
 @pytest.mark.parametrize("rows", [48, 40, 36, 24, 20, 8, 4])
 def test_a_batch_with_fewer_micro_batches_trains_on_those_that_are_there(rows):
     """A call has two steps of six micro-batches of four rows."""
-    model, twin = model_and_twin()
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    opts = options(6, deviceIterations=2, outputMode=poptorch.OutputMode.All)
-    trainer = poptorch.trainingModel(model, opts, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for size in (48, rows, 48):
-        inputs = batch(size)
-        scores, losses = trainer(*inputs)
-        expected = [plain_step(twin, plain, cut(step, 4)) for step in cut(inputs, 24)]
-        assert torch.equal(losses.reshape(-1), torch.cat(expected)) and len(scores) == size
-        assert trainer.finished_updates == -(-size // 24)
-    assert_equal(model, twin)
+    how = {"rule": torch.optim.AdamW, "lr": 0.01, "exact": True}
+    assert_incomplete_batches_train(options(6, deviceIterations=2), (48, rows, 48), 4, 24, **how)
 
 
 @pytest.mark.parametrize("rows", [47, 26, 23, 20, 7, 3])
 def test_a_smaller_last_micro_batch_is_weighted_by_its_rows(rows):
-    model, twin = model_and_twin()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    opts = options(3, deviceIterations=2, outputMode=poptorch.OutputMode.All)
-    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
-    for size in (48, rows, 48):
-        inputs = batch(size)
-        scores, losses = trainer(*inputs)
-        expected = [plain_step(twin, plain, cut(step, 8)) for step in cut(inputs, 24)]
-        assert torch.allclose(losses, torch.cat(expected), atol=1e-6) and len(scores) == size
-        assert trainer.finished_updates == -(-size // 24)
-    assert_equal(model, twin, exact=False)
+    assert_incomplete_batches_train(options(3, deviceIterations=2), (48, rows, 48), 8, 24)
+
+
+@pytest.mark.parametrize("rows", [12, 9, 6, 2])
+def test_replicas_train_on_an_incomplete_batch(rows):
+    assert_incomplete_batches_train(options(2, replicationFactor=2), (16, rows, 16), 4, 16, norm=False)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "running"])
 def test_other_reductions_weight_the_last_micro_batch_as_documented(reduction):
-    model, twin = model_and_twin()
     opts = options(4)
     if reduction == "sum":
         opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
     else:
         running = poptorch.MeanReductionStrategy.Running
         opts.Training.setMeanAccumulationAndReplicationReductionStrategy(running)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.01)
-    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.01))
+    trainer, model, twin, step = started(opts, lr=0.01)
     trainer.compile(*batch(32))
     inputs = batch(27)
     trainer(*inputs)
     if reduction == "sum":
         sum(twin(*each)[1] for each in cut(inputs, 8)).backward()
-        plain.step()
+        step.args[1].step()
     else:
-        plain_step(twin, plain, cut(inputs, 8))
-    assert_equal(model, twin, exact=False)
-
-
-@pytest.mark.parametrize("rows", [12, 9, 6, 2])
-def test_replicas_train_on_an_incomplete_batch(rows):
-    model, twin = model_and_twin()
-    del model.norm, twin.norm
-    model.norm, twin.norm = nn.Identity(), nn.Identity()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    opts = options(2, replicationFactor=2, outputMode=poptorch.OutputMode.All)
-    trainer = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
-    for size in (16, rows, 16):
-        inputs = batch(size)
-        _, losses = trainer(*inputs)
-        expected = plain_step(twin, plain, cut(inputs, 4))
-        assert torch.allclose(losses, expected, atol=1e-6)
+        step(cut(inputs, 8))
     assert_equal(model, twin, exact=False)
 
 
@@ -346,12 +328,11 @@ def test_a_failed_last_micro_batch_leaves_the_weights_of_the_last_whole_step():
 
 
 def test_inputs_that_are_written_to_come_back_whole():
-    class Writing(nn.Module):
-        def forward(self, x):
-            x += 1
-            return x.sum()
+    def forward(self, x):
+        x += 1
+        return x.sum()
 
-    executor = poptorch.inferenceModel(Writing(), options(deviceIterations=3))
+    executor = poptorch.inferenceModel(module(forward), options(deviceIterations=3))
     executor(torch.zeros(6))
     x = torch.zeros(5)
     executor(x)

@@ -3,31 +3,19 @@
 import collections
 import copy
 import dataclasses
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from executor_models import options
+from executor_models import Applied, options, recordings
 from torch import nn
 
 import poptorch
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
-
-
-class Model(nn.Module):
-    """A layer, and a function of the model, the layer's output and the other arguments."""
-
-    def __init__(self, function, **attributes):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.function = nn.Linear(2, 2), function
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x, *values, **named):
-        return self.function(self, self.layer(x), *values, **named)
 
 
 class Pair(NamedTuple):
@@ -61,12 +49,6 @@ def as_plain(value):
     if isinstance(value, np.ndarray):
         return "array", value.tolist()
     return type(value), as_plain(vars(value)) if hasattr(value, "__dict__") else value
-
-
-def captures():
-    """A list that grows with each recording of a forward, and the handle that ends it."""
-    found: list[int] = []
-    return found, poptorch.registerPreCompileHook(lambda: found.append(1))
 
 
 # ---- values of the model, of globals, ... -------------------------------------------------------------------
@@ -138,14 +120,13 @@ def test_a_value_in_what_forward_returns_is_the_present_one(name):
     change = lambda m, value: setattr(m, "v", value)  # noqa: E731
     if callable(values[-1]) and isinstance(values[0], tuple):
         values, change = values
-    model = Model(function, **attributes)
+    model = Applied(function, **attributes)
     change(model, values[0])
     executor = poptorch.inferenceModel(model, options())
-    found, handle = captures()
-    for value in values:
-        change(model, value)
-        assert as_plain(executor(X)) == as_plain(model(X))
-    handle.remove()
+    with recordings() as found:
+        for value in values:
+            change(model, value)
+            assert as_plain(executor(X)) == as_plain(model(X))
     assert len(found) <= len({(type(value), str(value)) for value in values})
 
 
@@ -185,7 +166,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_in_what_forward_returns_is_the_present_one(name, training):
     function, values = ARGUMENTS[name]
-    model = Model(function)
+    model = Applied(function)
     if training:
         model.function = lambda m, y, *args: (
             poptorch.identity_loss(y.mean(), "none"),
@@ -194,22 +175,22 @@ def test_an_argument_in_what_forward_returns_is_the_present_one(name, training):
     twin = copy.deepcopy(model)
     wrap = poptorch.trainingModel if training else poptorch.inferenceModel
     executor = wrap(model, options())
-    found, handle = captures()
-    for value in values:
-        expected, result = twin(X, value), executor(X, value)
-        assert as_plain(result[1] if training else result) == as_plain(expected[1] if training else expected)
-    handle.remove()
+    with recordings() as found:
+        for value in values:
+            expected, result = twin(X, value), executor(X, value)
+            assert as_plain(result[1] if training else result) == as_plain(
+                expected[1] if training else expected
+            )
     assert len(found) <= len(values)
     executor.destroy()
 
 
 def test_an_argument_that_forward_hands_through_is_the_object_of_the_call():
-    executor = poptorch.inferenceModel(Model(lambda m, y, ids, n: (y, {"id": ids, "n": n})), options())
-    found, handle = captures()
-    for n in range(7):  # the eighth call records forward again, to compare
-        ids = [f"m{n}"]
-        assert executor(X, ids, n)[1]["id"] is ids
-    handle.remove()
+    executor = poptorch.inferenceModel(Applied(lambda m, y, ids, n: (y, {"id": ids, "n": n})), options())
+    with recordings() as found:
+        for n in range(7):  # the eighth call records forward again, to compare
+            ids = [f"m{n}"]
+            assert executor(X, ids, n)[1]["id"] is ids
     assert len(found) == 2
 
 
@@ -217,7 +198,7 @@ def test_a_keyword_that_changes_the_structure_and_a_plan_for_each_shape():
     def function(m, y, names=("a",), return_dict=True):
         return collections.OrderedDict(y=y, names=names) if return_dict else (y, names)
 
-    model = Model(function)
+    model = Applied(function)
     executor = poptorch.inferenceModel(model, options().allowNewShapes())
     for rows in (2, 1, 2):
         for named in ({}, {"return_dict": False}, {"names": ("b",)}, {"names": ("c",), "return_dict": False}):
@@ -229,7 +210,7 @@ def test_what_forward_sets_on_layers_is_set_in_every_call():
         m.layer.ids, m.layer.first, m.layer.ready = ids, ids[0].upper(), True
         return y
 
-    model = Model(function)
+    model = Applied(function)
     executor = poptorch.inferenceModel(model, options())
     for n, ids in enumerate(BATCHES * 2):
         model.layer.ready = False
@@ -245,7 +226,7 @@ def test_a_flag_and_hooks_that_forward_sets_once_are_no_state_beside_an_object_t
             m.layer.is_installed = True
         return {"y": m.layer(y), "cache": Named([y, (y.sum(), 1)])}
 
-    model = Model(function)
+    model = Applied(function)
     twin, executor = copy.deepcopy(model), poptorch.inferenceModel(model, options())
     for _ in range(2):
         assert torch.equal(executor(X)["y"], twin(X)["y"].detach())
@@ -259,7 +240,7 @@ def test_notes_have_the_present_keys_and_values():
             poptorch.notes.note("late", name)
         return y
 
-    model = Model(function, epoch=0)
+    model = Applied(function, epoch=0)
     executor = poptorch.inferenceModel(model, options(iterations=2))
     x = torch.cat([X, X + 1])
     for epoch in range(3):
@@ -275,3 +256,88 @@ def test_notes_have_the_present_keys_and_values():
                         for key, v in expected
                     ]
                 )
+
+
+# What forward returns is filled with each call's values, or refused: no tensor without a value reaches the caller.
+
+
+VALUES = torch.arange(8.0).reshape(4, 2)
+
+
+@dataclass
+class Fields:
+    one: torch.Tensor
+    more: object
+
+
+class Holder:
+    """No container: an object with a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Doubles(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(x * 2)
+
+
+def test_a_dataclass_is_an_argument_like_other_containers():
+    # Its tensors were constants: a field that was changed between two calls went on with its old value.
+    executor = poptorch.inferenceModel(lambda pair: pair.one * pair.more)
+    pair = Fields(VALUES, 3)
+    assert torch.equal(executor(pair), VALUES * 3)
+    pair.one = VALUES + 1
+    assert torch.equal(executor(pair), (VALUES + 1) * 3)
+    pair.more = 4
+    with pytest.raises(poptorch.Error, match=r"Value mismatch for pair\.more: expected 3 but got 4"):
+        executor(pair)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda y: {y}, r"output\[\.\.\.\]"),
+        (lambda y: deque([y]), r"output\[0\]"),
+        (lambda y: (y * i for i in range(2)), r"output\[\.\.\.\]"),
+        (lambda y: map(torch.exp, [y]), r"output(\[\.\.\.\])+"),
+        (lambda y: Holder(y), r"output\.value"),
+        (lambda y: Slots(y), r"output\[\.\.\.\]"),
+        (lambda y: (y, Holder([y])), r"output\[1\]\.value\[0\]"),
+        (lambda y: [lambda: y], "y"),
+        (lambda y: Fields(y, {y}), r"output\.more\[\.\.\.\]"),
+        (lambda y: torch.distributions.Normal(y, 1.0), r"output\.loc"),
+    ],
+    ids=["set", "deque", "generator", "map", "object", "slots", "tuple", "function", "field", "distribution"],
+)
+def test_a_tensor_in_what_is_no_container_is_refused_with_the_line_of_forward(wrap, path):
+    with pytest.raises(poptorch.Error, match="can't be filled with a call's values") as caught:
+        poptorch.inferenceModel(Doubles(wrap))(VALUES)
+    assert caught.match(f"holds tensors: .*{path}")
+    assert f"{__file__}:{Doubles.forward.__code__.co_firstlineno}" in str(caught.value)
+
+
+def test_an_object_in_a_named_field_has_no_values_which_is_said_and_reading_them_fails(caplog):
+    executor = poptorch.inferenceModel(Doubles(lambda y: {"y": y, "cache": Holder([y])}))
+    found = executor(VALUES)
+    assert torch.equal(found["y"], VALUES * 2)
+    assert [line for line in caplog.messages if 'output["cache"].value[0]' in line and "fix:" in line]
+    with pytest.raises(RuntimeError):
+        found["cache"].value[0].sum().item()
+
+
+def test_an_object_without_tensors_comes_back_as_it_is():
+    holder = Holder(3)
+    found = poptorch.inferenceModel(Doubles(lambda y: (y, holder, range(2))))(VALUES)
+    assert found[1] is holder and found[2] == range(2)

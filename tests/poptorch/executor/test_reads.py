@@ -20,26 +20,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from executor_models import options
+from executor_models import Applied, options, recordings
 from torch import nn
 
 import poptorch
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
-
-
-class Model(nn.Module):
-    """A layer, and a function of the model and the layer's output."""
-
-    def __init__(self, function, **attributes):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.function = nn.Linear(2, 2), function
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.function(self, self.layer(x))
 
 
 def warnings(caplog):
@@ -301,7 +287,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_a_value_that_forward_reads_and_that_changes_counts_at_the_next_call(name, caplog):
     function, attributes, change = PLACES[name]
-    model = Model(function, **attributes)
+    model = Applied(function, **attributes)
     executor = poptorch.inferenceModel(model, options())
     before = model(X).detach()
     for _ in range(2):
@@ -319,19 +305,43 @@ def test_a_value_that_forward_reads_and_that_changes_counts_at_the_next_call(nam
     assert warnings(caplog) == []
 
 
-def test_plans_are_kept_for_values_and_the_ninth_is_an_error(caplog):
-    model = Model(by_attribute, scale=0.0)
+# how forward takes the value of a plain tensor to Python
+WAYS = {
+    "tolist": lambda v: v.tolist()[1],
+    "tolist of a part": lambda v: v[1:].tolist()[0],
+    "item": lambda v: v[1].item(),
+    "float": lambda v: float(v[1]),
+    "if": lambda v: 2.0 if v[1] > 2 else 3.0,
+    "numpy": lambda v: float(v.numpy()[1]),
+    "asarray": lambda v: float(np.asarray(v)[1]),
+    "asarray with a type": lambda v: float(np.asarray(v, dtype=np.float64)[1]),
+    "array": lambda v: float(np.array(v)[1]),
+    "iterated": lambda v: [float(each) for each in v][1],
+    "format": lambda v: float(f"{v[1]:.1f}"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("is_written", [True, False], ids=["written", "replaced"])
+def test_the_values_of_a_plain_tensor_are_those_of_the_call(name, is_written):
+    model = Applied(lambda m, y: y * WAYS[name](m.v), v=torch.tensor([1.0, 2.0]))
     executor = poptorch.inferenceModel(model, options())
-    captures = []
-    handle = poptorch.registerPreCompileHook(lambda: captures.append(1))
-    try:
-        for _ in range(2):
-            for value in range(8):
-                model.scale = float(value)
-                assert torch.equal(executor(X), model(X).detach())
+    for value in (2.0, 5.0, 5.0, 2.0):
+        if is_written:
+            model.v[1] = value
+        else:
+            model.v = torch.tensor([1.0, value])
+        assert torch.equal(executor(X), model(X).detach())
+
+
+def test_plans_are_kept_for_values_and_the_ninth_is_an_error(caplog):
+    model = Applied(by_attribute, scale=0.0)
+    executor = poptorch.inferenceModel(model, options())
+    with recordings() as captures:
+        for value in (*range(8), *range(8)):
+            model.scale = float(value)
+            assert torch.equal(executor(X), model(X).detach())
         assert len(captures) == 8
-    finally:
-        handle.remove()
     model.scale = 8.0
     with pytest.raises(poptorch.Error, match=r"(?s)scale is 8.0, and was 7.0.*batchDims.*register_buffer"):
         executor(X)
@@ -340,7 +350,7 @@ def test_plans_are_kept_for_values_and_the_ninth_is_an_error(caplog):
 
 
 def test_a_value_that_does_not_change_the_graph_is_not_compiled_for(caplog):
-    model = Model(lambda m, y: y * (2.0 if m.epoch < 5 else 3.0), epoch=0)
+    model = Applied(lambda m, y: y * (2.0 if m.epoch < 5 else 3.0), epoch=0)
     executor = poptorch.inferenceModel(model, options())
     with caplog.at_level("INFO", "poptorch::python"):
         for model.epoch in (0, 1, 2, 6, 7, 1):
@@ -354,7 +364,7 @@ def test_a_global_with_the_name_of_an_attribute_is_not_read(caplog):
     """Programs have globals such as `loss` and `scale` of their own, which change in each call."""
     program = types.ModuleType("program")
     exec("def rule(m, y):\n    return {'shift': y * m.scale}['shift']", vars(program))
-    model = Model(program.rule, scale=2.0)
+    model = Applied(program.rule, scale=2.0)
     executor = poptorch.inferenceModel(model, options())
     with caplog.at_level("INFO", "poptorch::python"):
         for step in range(3):
@@ -402,7 +412,7 @@ STATEFUL = {
 @pytest.mark.parametrize("way", STATEFUL)
 def test_state_in_a_buffer_that_forward_makes_is_an_error(way, is_declared):
     set_buffer, use = STATEFUL[way]
-    model = Model(lambda m, y: (set_buffer(m, y), use(m, y))[1])
+    model = Applied(lambda m, y: (set_buffer(m, y), use(m, y))[1])
     if is_declared:
         model.register_buffer("made", None)
     with pytest.raises(poptorch.Error, match=r"Buffer made is made by the forward(?s:.*)in __init__"):
@@ -414,7 +424,7 @@ def test_state_in_a_buffer_that_forward_makes_is_an_error(way, is_declared):
     "make", [once(lambda y: torch.arange(2.0)), always(zeros), always(lambda y: y.detach() * 2)]
 )
 def test_a_buffer_that_forward_makes_may_be_a_constant_or_of_one_call(make):
-    model = Model(lambda m, y: (make(m, y), y + m.made)[1])
+    model = Applied(lambda m, y: (make(m, y), y + m.made)[1])
     expected = copy.deepcopy(model)
     executor = poptorch.inferenceModel(model, options())
     for x in (X, X + 1.0):
@@ -427,7 +437,7 @@ def test_a_change_counts_in_training_and_in_a_plan_for_another_shape():
 
     weights = []
     for is_plain in (True, False):
-        model = Model(loss, scale=1.0)
+        model = Applied(loss, scale=1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         executor = poptorch.trainingModel(model, options().allowNewShapes(), optimizer)
         for number in range(6):
@@ -451,12 +461,8 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base, self.scaling, self._disabled, self._active = (
-            nn.Linear(2, 2),
-            {"a": 2.0, "b": 3.0},
-            False,
-            ["a"],
-        )
+        self.base, self.scaling = nn.Linear(2, 2), {"a": 2.0, "b": 3.0}
+        self._disabled, self._active = False, ["a"]
         self.adapters = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
 
     def forward(self, x):
@@ -472,7 +478,7 @@ class Tripled(nn.Linear):
         return super().forward(x) * 3
 
 
-class Negative(Model):
+class Negative(Applied):
     def forward(self, x):
         return -super().forward(x)
 
@@ -507,7 +513,7 @@ STRUCTURES = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_change_of_structure_counts_at_the_next_call(name, caplog):
     function, make, change = STRUCTURES[name]
-    model = Model(function, part=make())
+    model = Applied(function, part=make())
     executor = poptorch.inferenceModel(model, options())
     before = model(X).detach()
     assert torch.equal(executor(X), before)
@@ -526,7 +532,6 @@ class Counting:
     count = 0
 
 
-store = {}
 total = 0
 
 
@@ -610,14 +615,14 @@ STATES = {
 def test_state_that_forward_keeps_is_an_error_that_names_it(name):
     function, attributes, path = STATES[name]
     with pytest.raises(poptorch.Error, match=rf"changes .*{path}.*(?s:.*)register_buffer"):
-        poptorch.inferenceModel(Model(function, **attributes), options())(X)
+        poptorch.inferenceModel(Applied(function, **attributes), options())(X)
 
 
 def test_the_error_of_state_names_the_line_that_sets_it():
     with pytest.raises(
         poptorch.Error, match=rf"test_reads.py:{count_attribute.__code__.co_firstlineno + 1} changes n"
     ):
-        poptorch.inferenceModel(Model(count_attribute, n=0), options())(X)
+        poptorch.inferenceModel(Applied(count_attribute, n=0), options())(X)
 
 
 def count_for_prints(m, y):
@@ -639,7 +644,7 @@ def cache_from_none(m, y):
 
 
 def test_a_counter_that_does_not_matter_is_one_warning(caplog):
-    model = Model(count_for_prints, calls=0)
+    model = Applied(count_for_prints, calls=0)
     executor = poptorch.inferenceModel(model, options())
     for _ in range(3):
         assert torch.equal(executor(X), model.layer(X).detach() * 2)
@@ -652,9 +657,9 @@ def test_a_counter_that_does_not_matter_is_one_warning(caplog):
     ("function", "attributes"), [(cache_constant, {}), (cache_from_none, {"mask": None})]
 )
 def test_a_constant_that_is_made_once_is_right_and_silent(function, attributes, caplog):
-    model, executor = Model(function, **attributes), None
+    model, executor = Applied(function, **attributes), None
     executor = poptorch.inferenceModel(model, options().allowNewShapes())
-    expected = Model(function, **attributes)
+    expected = Applied(function, **attributes)
     for x in (X, X[:1], X):
         assert torch.equal(executor(x), expected(x).detach())
     assert warnings(caplog) == []
@@ -662,7 +667,7 @@ def test_a_constant_that_is_made_once_is_right_and_silent(function, attributes, 
 
 def test_a_list_that_forward_appends_to_is_no_state(caplog):
     seen = []
-    model = Model(lambda m, y: seen.append(tuple(y.shape)) or y)
+    model = Applied(lambda m, y: seen.append(tuple(y.shape)) or y)
     executor = poptorch.inferenceModel(model, options())
     for _ in range(2):
         executor(X)
@@ -695,7 +700,7 @@ COUNT = itertools.count(1)
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_value_of_chance_or_time_is_one_warning_with_the_line(name, caplog):
     draw, what = DRAWS[name]
-    model = Model(lambda m, y: y * draw(m), source=random.Random(1), generator=np.random.default_rng(1))
+    model = Applied(lambda m, y: y * draw(m), source=random.Random(1), generator=np.random.default_rng(1))
     model.iterator = iter([1.0, 2.0, 3.0])
     executor = poptorch.inferenceModel(model, options())
     assert torch.equal(executor(X), executor(X))
@@ -704,7 +709,7 @@ def test_a_value_of_chance_or_time_is_one_warning_with_the_line(name, caplog):
 
 
 def test_torchs_random_numbers_are_drawn_anew_without_a_warning(caplog):
-    executor = poptorch.inferenceModel(Model(lambda m, y: y * torch.rand(2)), options())
+    executor = poptorch.inferenceModel(Applied(lambda m, y: y * torch.rand(2)), options())
     assert not torch.equal(executor(X), executor(X))
     assert warnings(caplog) == []
 
@@ -750,15 +755,11 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("name", VALUES)
 def test_an_argument_that_forward_does_not_read_may_change(name, caplog):
-    captures = []
-    handle = poptorch.registerPreCompileHook(lambda: captures.append(1))
     executor = poptorch.inferenceModel(Named(), options())
-    try:
+    with recordings() as captures:
         for number in range(4):
             batch = {"x": X + number, "extra": VALUES[name][number % 2]}
             assert torch.equal(executor(batch), X + number)
-    finally:
-        handle.remove()
     assert len(captures) == 2
     assert executor.plan_count == 1
 
@@ -806,7 +807,7 @@ MADE = Making(relu=nn.ReLU, tanh=nn.Tanh)
 
 
 def test_a_container_that_makes_its_items_keeps_what_it_holds(caplog):
-    model = Model(lambda m, y: MADE["relu"](y))
+    model = Applied(lambda m, y: MADE["relu"](y))
     executor = poptorch.inferenceModel(model, options())
     assert torch.equal(executor(X), model(X))
     assert list(MADE.values()) == [nn.ReLU, nn.Tanh] and warnings(caplog) == []

@@ -16,6 +16,7 @@ from executor_models import options
 from torch import nn
 
 import poptorch
+from small_models import module
 
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 SHARED = multiprocessing.Value("d", 2.0)
@@ -170,19 +171,14 @@ def test_nothing_is_checked_with_the_option_off_and_for_random_numbers(is_off, p
 
 
 def test_compare_records_forward_in_each_update(places_as_before):
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            scale = float(read_file())
-            if poptorch.isRunningOnIpu():
-                write_file(places_as_before)
-            return poptorch.identity_loss((self.layer(x) * scale).square().mean(), "none")
+    def forward(self, x):
+        scale = float(read_file())
+        if poptorch.isRunningOnIpu():
+            write_file(places_as_before)
+        return poptorch.identity_loss((self.layer(x) * scale).square().mean(), "none")
 
     with pytest.raises(poptorch.Error, match="forward computes something else"):
-        poptorch.testing.compare(Changing(), options(), (X,), updates=2)
+        poptorch.testing.compare(module(forward, layer=nn.Linear(2, 2)), options(), (X,), updates=2)
 
 
 class Holder:
@@ -246,17 +242,12 @@ NO_CHANGES = (
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("function", NO_CHANGES, ids=lambda function: function.__name__)
 def test_a_forward_that_computes_the_same_raises_no_error_and_says_nothing_twice(function, training, caplog):
-    class Same(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm, self.step = nn.Linear(2, 2), nn.BatchNorm1d(2), 1
+    def forward(self, x):
+        y = function(self, self.layer(x))
+        first = y["y"] if isinstance(y, dict) else y[0] if isinstance(y, tuple) else y
+        return y, poptorch.identity_loss(first.square().mean(), "none")
 
-        def forward(self, x):
-            y = function(self, self.layer(x))
-            first = y["y"] if isinstance(y, dict) else y[0] if isinstance(y, tuple) else y
-            return y, poptorch.identity_loss(first.square().mean(), "none")
-
-    model, recorded = Same(), []
+    model, recorded = module(forward, layer=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), step=1), []
     chosen = options().anchorTensor("gradient", "Gradient___layer.weight") if training else options()
     executor = poptorch.trainingModel(model, chosen) if training else poptorch.inferenceModel(model, chosen)
     handle = poptorch.registerPreCompileHook(lambda: recorded.append(1))

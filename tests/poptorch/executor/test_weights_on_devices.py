@@ -37,10 +37,11 @@ def late(monkeypatch):
         yield found[0]
 
 
-def trainer_of(device, replicas=1, optimizer="AdamW", new_shapes=False):
+def trainer_of(device, replicas=1, optimizer="AdamW", new_shapes=False, make=Net):
     torch.manual_seed(0)
-    model = Net()
-    options = poptorch.Options().device(device).deviceIterations(2 // replicas).replicationFactor(replicas)
+    model = make()
+    options = poptorch.Options().device(device).replicationFactor(replicas)
+    options.deviceIterations(max(1, 2 // replicas))
     options.Training.gradientAccumulation(4)
     options.randomSeed(1)
     if new_shapes:
@@ -51,6 +52,28 @@ def trainer_of(device, replicas=1, optimizer="AdamW", new_shapes=False):
 
 def kinds_of(model):
     return {value.device.type for value in model.state_dict().values()}
+
+
+def calls(trainer, batches=BATCHES):
+    """Return all results of calls with some batches."""
+    return [value for batch in batches for value in trainer(*batch)]
+
+
+def assert_equal_on_the_cpu(run, device, **how):
+    """Assert that a training on a device has the bits of one on the CPU. Returns: the model on the device
+
+    run: trains with an executor, and returns results; it takes the executor, its model, and whether they are on the CPU
+    """
+    trained = []
+    for place in (device, "cpu"):
+        model, trainer = trainer_of(place, **how)
+        results = run(trainer, model, place == "cpu")
+        trainer.copyWeightsToHost()
+        trained.append((model, results))
+    (model, results), (other, theirs) = trained
+    assert_equal(model, other)
+    assert all(map(torch.equal, results, theirs))
+    return model
 
 
 def assert_equal(model, other):
@@ -77,9 +100,7 @@ def test_weights_and_optimizer_state_live_on_the_device_between_calls_and_stay_t
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("leave", ["copyWeightsToHost", "detachFromDevice", "destroy", "save"])
 def test_weights_return_to_the_cpu_and_calls_continue_with_the_same_bits(leave, replicas, late, tmp_path):
-    found = []
-    for device in ("cuda", "cpu"):
-        model, trainer = trainer_of(device, replicas)
+    def run(trainer, model, is_cpu):
         results = []
         for batch in BATCHES:
             results += trainer(*batch)
@@ -87,10 +108,11 @@ def test_weights_return_to_the_cpu_and_calls_continue_with_the_same_bits(leave, 
             assert kinds_of(model) == {"cpu"}
             states = trainer._optimizer.state.values()
             assert {value.device.type for state in states for value in state.values()} <= {"cpu"}
-        found.append((model, results))
-    (model, results), (other, theirs) = found
-    assert_equal(model, other)
-    assert all(map(torch.equal, results, theirs))
+        if leave == "destroy":
+            trainer.compile(*BATCHES[0])
+        return results
+
+    assert_equal_on_the_cpu(run, "cuda", replicas=replicas)
 
 
 def test_a_return_of_the_weights_leaves_a_captured_step_valid(late):
@@ -104,18 +126,15 @@ def test_a_return_of_the_weights_leaves_a_captured_step_valid(late):
 
 
 def test_a_write_between_calls_is_seen_by_the_next_call(late):
-    found = []
-    for device in ("cuda", "cpu"):
-        model, trainer = trainer_of(device, optimizer="SGD")
-        trainer(*BATCHES[0])
+    def run(trainer, model, is_cpu):
+        first = trainer(*BATCHES[0])
         with torch.no_grad():
             model.first.weight.mul_(0.5)
             model.norm.running_mean.fill_(0.25)
         model.last.load_state_dict({"weight": torch.ones(3, 6), "bias": torch.zeros(3)})
-        trainer(*BATCHES[1])
-        trainer.copyWeightsToHost()
-        found.append(model)
-    assert_equal(*found)
+        return [*first, *trainer(*BATCHES[1])]
+
+    assert_equal_on_the_cpu(run, "cuda", optimizer="SGD")
 
 
 def test_a_call_of_the_users_own_model_with_cpu_tensors_brings_the_weights_back(late):
@@ -187,21 +206,16 @@ def test_a_plan_for_other_shapes_is_compiled_while_the_weights_are_on_the_device
 
 @pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"], ["cpu", "cuda:0"], ["cuda:1", "cpu"]])
 def test_ipus_on_several_devices_have_the_bits_of_the_cpu(chosen, monkeypatch):
-    with late_devices(monkeypatch, count=2):
-        found = []
-        for device in (chosen, "cpu"):
-            model, trainer = trainer_of(device)
-            results = [value for batch in BATCHES for value in trainer(*batch)]
+    def run(trainer, model, is_cpu):
+        results = calls(trainer)
+        if not is_cpu:
+            names = chosen if isinstance(chosen, list) else ["cuda:0", "cuda:1"]
             places = [str(layer.weight.device) for layer in (model.first, model.last)]
-            trainer.copyWeightsToHost()
-            found.append((model, results))
-            if device == chosen:
-                names = chosen if isinstance(chosen, list) else ["cuda:0", "cuda:1"]
-                assert places == [name.replace("cuda", "late") for name in names]
-                assert {key: len(state) for key, state in trainer._optimizer.state.items()}
-        (model, results), (other, theirs) = found
-        assert_equal(model, other)
-        assert all(map(torch.equal, results, theirs))
+            assert places == [name.replace("cuda", "late") for name in names]
+        return results
+
+    with late_devices(monkeypatch, count=2):
+        assert_equal_on_the_cpu(run, chosen)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -263,141 +277,101 @@ def test_a_profile_of_several_devices_has_the_memory_of_all_ipus(monkeypatch, tm
 
 @pytest.mark.parametrize("chosen", ["cuda", ["cuda:1", "cuda:0"]])
 def test_replicas_on_devices_follow_what_the_user_writes_between_calls(chosen, monkeypatch):
+    def run(trainer, model, is_cpu):
+        results = [*trainer(*BATCHES[0])]
+        with torch.no_grad():
+            model.first.weight.data.mul_(0.5)
+            model.norm.running_mean.fill_(0.25)
+        for state in trainer._optimizer.state.values():
+            state["exp_avg"].mul_(2.0)
+        results += trainer(*BATCHES[1])
+        places = [str(layer.weight.device) for layer in (model.first, model.last)]
+        trainer.averageRunningStatistics()
+        results += trainer(*BATCHES[2])
+        trainer.copyWeightsToHost()
+        results += calls(trainer, BATCHES[:2])
+        trainer.copyWeightsToHost()
+        if not is_cpu:
+            assert places == (["late:0", "late:1"] if chosen == "cuda" else ["late:1", "late:0"])
+            assert trainer.getLatency()[2] > 0
+        return results + [value for state in trainer._optimizer.state.values() for value in state.values()]
+
     with late_devices(monkeypatch, count=4):  # ipu i of replica r is on cuda:2r+i, or as the list says
-        found = []
-        for device in (chosen, "cpu"):
-            model, trainer = trainer_of(device, replicas=2)
-            results = [*trainer(*BATCHES[0])]
-            with torch.no_grad():
-                model.first.weight.data.mul_(0.5)
-                model.norm.running_mean.fill_(0.25)
-            for state in trainer._optimizer.state.values():
-                state["exp_avg"].mul_(2.0)
-            results += trainer(*BATCHES[1])
-            places = [str(layer.weight.device) for layer in (model.first, model.last)]
-            trainer.averageRunningStatistics()
-            results += trainer(*BATCHES[2])
-            trainer.copyWeightsToHost()
-            results += [value for batch in BATCHES[:2] for value in trainer(*batch)]
-            trainer.copyWeightsToHost()
-            states = [value for state in trainer._optimizer.state.values() for value in state.values()]
-            found.append((model, results + states))
-            if device != "cpu":
-                assert places == (["late:0", "late:1"] if chosen == "cuda" else ["late:1", "late:0"])
-                assert trainer.getLatency()[2] > 0
-        (model, results), (other, theirs) = found
-        assert_equal(model, other)
-        assert all(map(torch.equal, results, theirs))
+        assert_equal_on_the_cpu(run, chosen, replicas=2)
 
 
-def test_replicas_of_one_ipu_run_captured_steps_on_devices_of_their_own(monkeypatch):
-    found = []
-    with late_devices(monkeypatch, count=2) as late:
-        for device in ("cuda", "cpu"):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
-            options = poptorch.Options().device(device).deviceIterations(4).replicationFactor(2).randomSeed(1)
-            options.Training.gradientAccumulation(2)
-            trainer = poptorch.trainingModel(
-                Loss(model), options, poptorch.optim.Adam(model.parameters(), lr=0.1)
-            )
-            results = [value for batch in BATCHES for value in trainer(*batch)]
-            trainer.copyWeightsToHost()
-            found.append((model, results))
-            if device == "cuda":
-                assert [each.replays for each in late[:2]] == [11, 11]  # of twelve steps
-    (model, results), (other, theirs) = found
-    assert_equal(model, other)
-    assert all(map(torch.equal, results, theirs))
-
-
-class Loss(nn.Module):
-    def __init__(self, model):
+class Unsplit(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.model = model
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
 
     def forward(self, x, labels):
         output = self.model(x)
         return output, nn.functional.cross_entropy(output, labels)
 
 
+def test_replicas_of_one_ipu_run_captured_steps_on_devices_of_their_own(monkeypatch):
+    def run(trainer, model, is_cpu):
+        results = calls(trainer)
+        if not is_cpu:
+            assert [each.replays for each in late[:2]] == [2, 2]  # of three steps
+        return results
+
+    with late_devices(monkeypatch, count=2) as late:
+        assert_equal_on_the_cpu(run, "cuda", replicas=2, make=Unsplit)
+
+
 def test_the_last_micro_batch_may_have_fewer_rows_on_several_devices(monkeypatch):
-    found = []
+    twice = [torch.cat([value, value]) for value in BATCHES[0]]
+    batches = [[value[:rows] for value in twice] for rows in (32, 30, 18, 32)]  # of a micro-batch of 4 rows
     with late_devices(monkeypatch, count=2):
-        for device in ("cuda", "cpu"):
-            model, trainer = trainer_of(device, new_shapes=True)
-            results = []
-            for rows in (32, 30, 18, 32):  # of a micro-batch of 4 rows
-                results += trainer(
-                    *(value.repeat(2, *[1] * (value.dim() - 1))[:rows] for value in BATCHES[0])
-                )
-            trainer.copyWeightsToHost()
-            found.append((model, results))
-    (model, results), (other, theirs) = found
-    assert_equal(model, other)
-    assert all(map(torch.equal, results, theirs))
+        assert_equal_on_the_cpu(lambda trainer, *_: calls(trainer, batches), "cuda", new_shapes=True)
+
+
+class Scaled(Net):
+    """Each replica has a value of `scales`."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([[1.0], [2.0]]))
+
+    def forward(self, x, labels):
+        with poptorch.Block("first", ipu_id=0):
+            hidden = self.first(x) * self.scales
+        with poptorch.Block("last", ipu_id=1):
+            output = self.last(hidden * self.scales)
+            return output, self.loss(output, labels)
 
 
 @pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"]])
 def test_a_parameter_with_a_value_for_each_replica_may_be_on_any_device(chosen, monkeypatch, caplog):
-    class Scaled(Net):
-        def __init__(self):
-            super().__init__()
-            self.scales = nn.Parameter(torch.tensor([[1.0], [2.0]]))
-
-        def forward(self, x, labels):
-            with poptorch.Block("first", ipu_id=0):
-                hidden = self.first(x) * self.scales
-            with poptorch.Block("last", ipu_id=1):
-                output = self.last(hidden * self.scales)
-                return output, self.loss(output, labels)
+    def run(trainer, model, is_cpu):
+        groups = poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
+        trainer.per_replica_params["scales"] = groups
+        return calls(trainer)
 
     caplog.set_level("INFO", "popengine")
-    found = []
     with late_devices(monkeypatch, count=4):
-        for device in (chosen, "cpu"):
-            torch.manual_seed(0)
-            model = Scaled()
-            options = poptorch.Options().device(device).replicationFactor(2)
-            options.Training.gradientAccumulation(4)
-            trainer = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
-            groups = poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup
-            trainer.per_replica_params["scales"] = groups
-            results = [value for batch in BATCHES for value in trainer(*batch)]
-            trainer.copyWeightsToHost()
-            found.append((model, results))
-    (model, results), (other, theirs) = found
-    assert_equal(model, other)
+        model = assert_equal_on_the_cpu(run, chosen, replicas=2, make=Scaled)
     assert not torch.equal(*model.scales - torch.tensor([[0.0], [1.0]]))
-    assert all(map(torch.equal, results, theirs))
     assert ("replicas share devices: parameters have a value for each" in caplog.text) == (chosen == "cuda")
+
+
+class Grouped(Net):
+    def __init__(self):
+        super().__init__()
+        del self.norm
+        self.grouped = poptorch.GroupedBatchNorm2d(6, group_size=2)
+
+    def norm(self, value):
+        return self.grouped(value[..., None, None])[..., 0, 0]
 
 
 @pytest.mark.parametrize("chosen", ["cuda", ["cuda:0", "cuda:1"]])
 def test_layers_that_gather_over_replicas_may_be_on_any_device(chosen, monkeypatch, caplog):
-    class Grouped(Net):
-        def __init__(self):
-            super().__init__()
-            del self.norm
-            self.grouped = poptorch.GroupedBatchNorm2d(6, group_size=2)
-
-        def norm(self, value):
-            return self.grouped(value[..., None, None])[..., 0, 0]
-
     caplog.set_level("INFO", "popengine")
-    found = []
     with late_devices(monkeypatch, count=4):
-        for device in (chosen, "cpu"):
-            torch.manual_seed(0)
-            model, options = Grouped(), poptorch.Options().device(device).replicationFactor(4)
-            options.Training.gradientAccumulation(4)
-            trainer = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
-            results = [value for batch in BATCHES for value in trainer(*batch)]
-            trainer.copyWeightsToHost()
-            found.append((model, results))
-    (model, results), (other, theirs) = found
-    assert_equal(model, other)
-    assert all(map(torch.equal, results, theirs))
+        assert_equal_on_the_cpu(lambda trainer, *_: calls(trainer), chosen, replicas=4, make=Grouped)
     assert ("replicas share devices: layers gather values of several" in caplog.text) == (chosen == "cuda")
 
 

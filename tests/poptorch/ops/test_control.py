@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 X = torch.tensor([1.0, 2.0])
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -36,24 +37,19 @@ def test_only_the_chosen_body_runs():
 
 
 def test_bodies_use_the_model_around_them():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
+    def forward(self, condition, x):
+        y = x * 3
+        constant = torch.tensor([5.0, 6.0])
 
-        def forward(self, condition, x):
-            y = x * 3
-            constant = torch.tensor([5.0, 6.0])
+        def then_body(a):
+            return self.layer(a) + y, y + constant
 
-            def then_body(a):
-                return self.layer(a) + y, y + constant
+        return poptorch.cond(condition, then_body, [x], lambda: (x - y, constant + 1), [])
 
-            return poptorch.cond(condition, then_body, [x], lambda: (x - y, constant + 1), [])
-
-    module = Model()
-    model = poptorch.inferenceModel(module)
+    plain = module(forward, layer=nn.Linear(2, 2))
+    model = poptorch.inferenceModel(plain)
     for condition in (YES, NO):
-        for found, expected in zip(model(condition, X), module(condition, X), strict=True):
+        for found, expected in zip(model(condition, X), plain(condition, X), strict=True):
             torch.testing.assert_close(found, expected)
 
 
@@ -121,22 +117,17 @@ def test_random_numbers_in_a_body_are_those_of_the_seed():
 
 
 def test_a_body_may_run_in_a_later_stage():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+    def forward(self, condition, x):
+        poptorch.Block.start("a", ipu_id=0)
+        y = self.a(x)
+        poptorch.Block.start("b", ipu_id=1)
+        return poptorch.cond(condition, lambda: self.b(y), [], lambda: y + 0, [])[0]
 
-        def forward(self, condition, x):
-            poptorch.Block.start("a", ipu_id=0)
-            y = self.a(x)
-            poptorch.Block.start("b", ipu_id=1)
-            return poptorch.cond(condition, lambda: self.b(y), [], lambda: y + 0, [])[0]
-
-    module, options = Model(), poptorch.Options()
-    model = poptorch.inferenceModel(module, options.deviceIterations(2))
+    plain, options = module(forward, a=nn.Linear(2, 2), b=nn.Linear(2, 2)), poptorch.Options()
+    model = poptorch.inferenceModel(plain, options.deviceIterations(2))
     condition = torch.tensor([True, False])
     x = torch.randn(2, 2)
-    expected = torch.cat([module(condition[i : i + 1], x[i : i + 1]) for i in range(2)])
+    expected = torch.cat([plain(condition[i : i + 1], x[i : i + 1]) for i in range(2)])
     torch.testing.assert_close(model(condition, x), expected)
 
 

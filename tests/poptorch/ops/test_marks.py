@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import poptorch
+from small_models import module
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
@@ -140,19 +141,14 @@ def test_the_old_block_operations_open_blocks():
 
 
 def test_what_a_mark_returns_can_be_changed_in_place():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
+    def forward(self, x):
+        y = poptorch.nop(self.layer(x))
+        y += 1
+        y = torch.ops.poptorch.recomputation_checkpoint(y)
+        y *= 2
+        return poptorch.identity_loss(y, "mean")
 
-        def forward(self, x):
-            y = poptorch.nop(self.layer(x))
-            y += 1
-            y = torch.ops.poptorch.recomputation_checkpoint(y)
-            y *= 2
-            return poptorch.identity_loss(y, "mean")
-
-    model = Model()
+    model = module(forward, layer=nn.Linear(2, 2))
     expected = model(X).detach()
     found = poptorch.trainingModel(model)(X)
     torch.testing.assert_close(found, expected)

@@ -85,18 +85,11 @@ def test_values_are_printed_at_every_execution_and_their_gradients_too(capfd):
 
 
 def test_the_gradient_can_be_left_out_and_formats_are_checked(capfd):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(X.clone())
+    def forward(self):
+        y = poptorch.ipu_print_tensor(self.weight * 1, "y", print_gradient=False, float_format="scientific")
+        return poptorch.identity_loss(y, "sum")
 
-        def forward(self):
-            y = poptorch.ipu_print_tensor(
-                self.weight * 1, "y", print_gradient=False, float_format="scientific"
-            )
-            return poptorch.identity_loss(y, "sum")
-
-    poptorch.trainingModel(Model())()
+    poptorch.trainingModel(module(forward, weight=nn.Parameter(X.clone())))()
     found = capfd.readouterr().err
     assert "2.500e-01" in found
     assert "gradient" not in found

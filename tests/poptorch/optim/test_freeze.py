@@ -98,13 +98,6 @@ def test_max_weight_norm_may_be_none():
     freeze(LAMB([{"params": MODEL.parameters(), "max_weight_norm": None}]))
 
 
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(
-        AssertionError, match=r"Unsupported optimizer type\. Types supported: poptorch\.optim\.SGD"
-    ):
-        freeze(MODEL)
-
-
 @pytest.mark.parametrize("build", [Adam, AdamW, torch.optim.Adam, torch.optim.AdamW])
 def test_amsgrad_is_refused(build):
     with pytest.raises(ValueError, match=r"Only non-amsgrad Adam/AdamW optimizers are supported\."):

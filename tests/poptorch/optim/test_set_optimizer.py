@@ -1,5 +1,6 @@
 """What `setOptimizer` lets change after compilation, and what it warns about."""
 
+import copy
 import logging
 import math
 
@@ -11,6 +12,7 @@ from executor_models import Trained, batch, options
 import poptorch
 from popengine.errors import Error
 from poptorch.optim import SGD, Adam, AdamW
+from small_models import Signed
 
 MODEL = torch.nn.Linear(3, 2)
 
@@ -196,7 +198,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("where", HOOKS)
 def test_hooks_of_steps_run_once_for_each_update(kind, where):
     model, calls = Trained(), []
@@ -252,43 +254,6 @@ def test_a_scheduler_with_set_optimizer_is_no_warning(caplog):
     scheduler.step()
     executor(x, target)
     assert "lr is 0.015625, and was 0.03125" in caplog.text
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_one_cycle_trains_as_in_plain_pytorch(kind):
-    """The scheduler cycles the betas of Adam, and the momentum of SGD."""
-
-    def train(make_step):
-        torch.manual_seed(1)
-        model = Trained()
-        optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5)
-        step = make_step(model, optimizer)
-        for _ in range(4):
-            step(*batch())
-            schedule.step()
-        return model.state_dict()
-
-    def plain(model, optimizer):
-        def step(x, target):
-            optimizer.zero_grad()
-            model(x, target)[1].backward()
-            optimizer.step()
-
-        return step
-
-    def ours(model, optimizer):
-        executor = poptorch.trainingModel(model, options(), optimizer)
-
-        def step(x, target):
-            executor.setOptimizer(optimizer)
-            optimizer.step()
-            executor(x, target)
-
-        return step
-
-    expected, found = train(plain), train(ours)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 @pytest.mark.parametrize("scaling", [0, 0.0, -2.0, math.inf, float("nan")])
@@ -351,3 +316,66 @@ def test_an_accumulator_in_float16_makes_means_running(arguments, reduction):
     executor.setOptimizer(SGD(MODEL.parameters(), lr=0.1))
     executor.compile(torch.ones(2, 3))
     assert executor._executable.settings.reduction == "mean"
+
+
+# A new optimizer is a class with a `step()`: its state, rates and messages follow from what the class declares.
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(3, 2, dtype=dtype)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layer(x) ** 2, "mean")
+
+
+def batches(count=3, dtype=torch.float32):
+    torch.manual_seed(2)
+    return [torch.randn(4, 3).to(dtype) for _ in range(count)]
+
+
+def trainer(model, optimizer):
+    return poptorch.trainingModel(model, poptorch.Options().showCompilationProgressBar(False), optimizer)
+
+
+def test_it_trains_as_in_plain_pytorch_and_goes_on_from_a_checkpoint():
+    host, device = Net(), Net()
+    plain, optimizer = Signed(host.parameters()), Signed(device.parameters())
+    executor = trainer(device, optimizer)
+    for number, rows in enumerate(batches()):
+        plain.zero_grad()
+        host(rows).backward()
+        plain.step()
+        if number == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            executor.destroy()
+            optimizer = Signed(device.parameters())
+            optimizer.load_state_dict(state)
+            executor = trainer(device, optimizer)
+        executor(rows)
+    assert torch.equal(host.layer.weight, device.layer.weight)
+
+
+def test_half_weights_are_float32_in_a_step_and_rounded_once():
+    seen = []
+
+    class Watching(Signed):
+        def step(self, closure=None):
+            (group,) = self.param_groups
+            seen.extend((each.dtype, each.grad.dtype) for each in group["params"])
+            super().step(closure)
+
+    model = Net(torch.float16)
+    optimizer = Watching(model.parameters(), lr=0.1)
+    expected = (model.layer.weight.float() - 0.1 * torch.ones(())).half()
+    executor = trainer(model, optimizer)
+    before = model.layer.weight.clone()
+    memory = model.layer.weight.data_ptr()
+    executor(batches(dtype=torch.float16)[0])
+    assert seen == [(torch.float32, torch.float32)] * 2
+    assert (model.layer.weight.dtype, model.layer.weight.data_ptr()) == (torch.float16, memory)
+    down, up = expected, (before.float() + 0.1 * torch.ones(())).half()
+    assert ((model.layer.weight == down) | (model.layer.weight == up)).all()
+    assert optimizer.state[model.layer.weight]["mean"].dtype == torch.float32
