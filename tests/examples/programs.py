@@ -5,12 +5,14 @@ import gzip
 import importlib
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -47,6 +49,33 @@ def printed(folder: str, name: str, *flags: object) -> str:
     finally:
         torch.set_num_threads(threads)
     return output.getvalue()
+
+
+def on_one_thread(function, *arguments):
+    """Call a function; plain PyTorch is faster on one thread, as two wait for each other in so small operations."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run a Python program or module in a process of its own, and return what it printed."""
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:

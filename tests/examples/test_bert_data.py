@@ -17,13 +17,6 @@ TEXT = "the model reads a row and guesses its masked words while others wait for
 
 
 @pytest.fixture(scope="module")
-def bert(program):
-    pytest.importorskip("transformers")
-    with program("bert_pretraining", "run_pretraining") as module:
-        yield module
-
-
-@pytest.fixture(scope="module")
 def make_samples(bert):
     import make_samples
 

@@ -7,13 +7,6 @@ import pytest
 TINY = ["--config", "unit_test_cpu", "--disable-progress-bar"]
 
 
-@pytest.fixture(scope="module")
-def bert(program):
-    pytest.importorskip("transformers")
-    with program("bert_pretraining", "run_pretraining") as module:
-        yield module
-
-
 def refused(bert, capsys, *argv):
     with pytest.raises(SystemExit) as refusal:
         bert.main([*TINY, *argv])
@@ -69,19 +62,8 @@ def test_named_configs_are_those_of_the_original(bert, name):
 
 
 def test_the_command_line_goes_before_the_config_and_minus_one_shares_the_rest(bert):
-    words = [
-        "--config",
-        "pretrain_base_128",
-        "--layers-per-ipu",
-        "1",
-        "-1",
-        "-1",
-        "-1",
-        "--packed-data",
-        "--lr-w",
-        "0.5",
-    ]
-    flags = bert.arguments.parse_arguments(words)
+    words = "--config pretrain_base_128 --layers-per-ipu 1 -1 -1 -1 --packed-data --lr-w 0.5"
+    flags = bert.arguments.parse_arguments(words.split())
     assert flags.layers_per_ipu == [1, 3, 4, 4]
     assert flags.gradient_accumulation == 438  # 512 / 1.17, rounded up
     assert flags.lr_warmup == 0.5

@@ -5,12 +5,11 @@ import math
 import random
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from programs import assert_equal_weights, on_one_thread, run, weights
 
 SENTENCES = [
     "the cat sees a dog",
@@ -43,14 +42,6 @@ def flags(tmp_path_factory):
     documents = ("\n".join(draw.choices(SENTENCES, k=8)) for _ in range(80))
     (folder / "text.txt").write_text("\n\n".join(documents))
     return [*TINY, "--input-files", str(folder / "text.txt"), "--text-dir", str(folder / "numbers")]
-
-
-def weights(path):
-    return load_file(path / "model.safetensors")
-
-
-def assert_equal_weights(one, other):
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.kind("an example: GPT-2")
@@ -107,12 +98,8 @@ def test_a_resumed_training_is_the_unbroken_one_to_the_last_bit(gpt2, flags, ref
 
 
 def test_it_agrees_with_its_twin_in_plain_pytorch(gpt2, flags):
-    threads, plain = torch.get_num_threads(), [*flags, "--dropout", "0", "--weight-decay", "0.01"]
-    torch.set_num_threads(1)
-    try:
-        twin = importlib.import_module("train_torch").main(plain)
-    finally:
-        torch.set_num_threads(threads)
+    plain = [*flags, "--dropout", "0", "--weight-decay", "0.01"]
+    twin = on_one_thread(importlib.import_module("train_torch").main, plain)
     ours = gpt2.main(plain)
     assert ours.losses == pytest.approx(twin.losses, abs=1e-5)
     assert ours.held_out == pytest.approx(twin.held_out, abs=1e-4)
@@ -170,10 +157,6 @@ def test_two_instances_train_as_one(gpt2, flags, tmp_path):
     one = gpt2.main([*flags, "--replication-factor", "2"]).losses
     poprun = shlex.split("poprun --num-instances 2 --num-replicas 2 --ipus-per-replica 2")
     program = [sys.executable, gpt2.__file__, *again, "--checkpoint-output-dir", str(tmp_path)]
-    command = [sys.executable, "-m", *poprun, *program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^step .* loss: ([\d.]+)", done.stderr, re.MULTILINE) == [
-        f"{loss:.4f}" for loss in one
-    ]
-    assert len(re.findall("Made up", done.stderr)) == 1
+    said = run("-m", *poprun, *program).stderr
+    assert re.findall(r"^step .* loss: ([\d.]+)", said, re.MULTILINE) == [f"{loss:.4f}" for loss in one]
+    assert len(re.findall("Made up", said)) == 1

@@ -2,14 +2,12 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import printed, write_idx
+from programs import printed, run, write_idx
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, BENCHMARK = ROOT / "examples" / "mnist_pipeline", ROOT / "benchmarks" / "mnist_pipeline"
@@ -45,13 +43,6 @@ def data_dir(small_set, tmp_path_factory) -> Path:
     write_idx(folder / "t10k-images.idx3-ubyte.gz", test_images[:90])
     write_idx(folder / "t10k-labels.idx1-ubyte", test_labels[:90])
     return folder
-
-
-def run(program: Path, *flags: str) -> str:
-    command = [sys.executable, program, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def accuracy(output: str) -> float:
@@ -162,7 +153,7 @@ def harness(monkeypatch):
 
 
 def test_contenders_work_in_turns_and_their_losses_agree():
-    output = run(BENCHMARK / "main.py", "--rounds", "1", "--updates", "1", "--only", "gloo2")
+    output = run(BENCHMARK / "main.py", "--rounds", "1", "--updates", "1", "--only", "gloo2").stdout
     assert re.search(r"^\| plain PyTorch, 1 thread .* 1\.00× \|", output, re.MULTILINE)
     assert re.search(r"^\| torch\.distributed\.pipelining, 2 processes ", output, re.MULTILINE)
     found = re.search(r"losses of the contenders differ by at most (\S+)", output)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import printed, write_fashion
+from programs import printed
 
 import quick_python
 
@@ -19,15 +19,10 @@ SMALL = ["--epochs=1", "--batch-size=4", "--width=4", "--blocks=1", "--dataloade
 SMALL += ["--learning-rate=0.05"]
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory) -> Path:
-    return write_fashion(tmp_path_factory.mktemp("fashion"), 64, 27)
-
-
-def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
+def test_weights_of_all_instances_are_equal_to_the_last_bit(small_fashion, tmp_path):
     """The command of the tutorial's own test."""
     words = ("--mpi-global-args", "--tag-output", "--num-replicas", 4, "--num-instances", 2)
-    flags = (*SMALL, "--data-dir", data_dir, "--output-dir", tmp_path)
+    flags = (*SMALL, "--data-dir", small_fashion, "--output-dir", tmp_path)
     poprun = Poprun(tmp_path, (*words, *quick_python.words(), EXAMPLE, *flags))
     assert poprun.wait() == 0, poprun.said()
     said = poprun.said()
@@ -39,9 +34,9 @@ def test_weights_of_all_instances_are_equal_to_the_last_bit(data_dir, tmp_path):
 
 
 @pytest.mark.kind("an example: popdist")
-def test_it_runs_without_poprun(data_dir, tmp_path, caplog):
+def test_it_runs_without_poprun(small_fashion, tmp_path, caplog):
     caplog.set_level("INFO")
-    flags = (*SMALL, "--num-replicas=2", "--data-dir", data_dir, "--output-dir", tmp_path)
+    flags = (*SMALL, "--num-replicas=2", "--data-dir", small_fashion, "--output-dir", tmp_path)
     printed("popdist_training", "popdist_training", *flags)
     assert re.fullmatch(r"Validation accuracy: [01]\.\d{4}", caplog.messages[-1])
     assert (tmp_path / "checkpoint-instance-0.pt").exists()

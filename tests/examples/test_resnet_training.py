@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from programs import write_fashion
+from programs import run
 from torch import nn
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_training"
@@ -31,14 +31,9 @@ def program(program):
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory) -> Path:
-    return write_fashion(tmp_path_factory.mktemp("fashion"), 64, 27)
-
-
 @pytest.fixture
-def tiny(data_dir) -> list[str]:
-    return [*TINY, "--data-dir", str(data_dir)]
+def tiny(small_fashion) -> list[str]:
+    return [*TINY, "--data-dir", str(small_fashion)]
 
 
 # ---- flags -----------------------------------------------------------------------------------------------
@@ -216,8 +211,8 @@ def test_too_few_images_are_an_error_that_names_the_flags(program):
         dealing(program, 15, (2, 4, 1, 2, 2), epoch=0)
 
 
-def test_what_augmentation_draws_depends_on_seed_epoch_and_index_alone(program, data_dir):
-    data = program.images.fashion(data_dir, "train")
+def test_what_augmentation_draws_depends_on_seed_epoch_and_index_alone(program, small_fashion):
+    data = program.images.fashion(small_fashion, "train")
     together, labels = data.__getitems__([3, 64 + 3, 7])
     assert torch.equal(together[0], data[3][0]) and torch.equal(together[2], data[7][0])
     assert not torch.equal(together[0], together[1])  # another epoch
@@ -395,23 +390,9 @@ def test_a_split_at_an_unknown_layer_names_those_near_it(program, tiny):
     [
         ["--precision", "16.16", "--enable-stochastic-rounding", "--loss-scaling", "128", "--eight-bit-io"],
         ["--precision", "16.32", "--optimizer", "lars", "--norm-type", "group", "--auto-loss-scaling"],
-        [
-            *shlex.split("--optimizer rmsprop_tf --lr 0.001 --initial-loss-scaling 1 --loss-scaling 4"),
-            "--memory-format",
-            "channels_last",
-        ],
-        [
-            "--optimizer",
-            "adamw",
-            "--lr",
-            "0.001",
-            "--data",
-            "synthetic",
-            "--iterations",
-            "4",
-            "--bn-group-size",
-            "2",
-        ],
+        shlex.split("--optimizer rmsprop_tf --lr 0.001 --initial-loss-scaling 1 --loss-scaling 4"),
+        shlex.split("--optimizer sgd --momentum 0.9 --memory-format channels_last"),
+        shlex.split("--optimizer adamw --lr 0.001 --data synthetic --iterations 4 --bn-group-size 2"),
         ["--optimizer", "lamb", "--norm-type", "none", "--normalization-location", "ipu"],
         ["--optimizer", "sgd_combined", "--momentum", "0.9", "--offload-optimizer", "--enable-optimizer-rts"],
     ],
@@ -443,12 +424,10 @@ def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
     optimizer's state, of which the two have a part each and the first one alone asks for it."""
     flags = [*tiny, "--replicas", "4", "--gradient-accumulation", "1", "--epoch", "1", "--bn-group-size", "2"]
     program.train.main([*flags, "--checkpoint-output-dir", str(tmp_path / "one")])
-    poprun = [sys.executable, "-m", "poprun", "--num-replicas=4", "--num-instances=2"]
+    poprun = ["-m", "poprun", "--num-replicas=4", "--num-instances=2"]
     command = [*poprun, sys.executable, str(EXAMPLE / "train.py"), *flags]
-    command += ["--checkpoint-output-dir", str(tmp_path / "two"), "--enable-optimizer-rts"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "poprun gives 2 replicas to each instance, in place of --replicas 4" in done.stderr
+    said = run(*command, "--checkpoint-output-dir", tmp_path / "two", "--enable-optimizer-rts").stderr
+    assert "poprun gives 2 replicas to each instance, in place of --replicas 4" in said
     one, two = (
         torch.load(tmp_path / name / "resnet8_fashion-mnist_1.pt", weights_only=False)
         for name in ("one", "two")
@@ -459,14 +438,23 @@ def test_two_instances_train_as_one_process_does(program, tiny, tmp_path):
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert len(list((tmp_path / "two").glob("*.pt"))) == 1
-    assert len(re.findall(r"Accuracy on test set: [\d.]+%", done.stderr)) == 1
+    assert len(re.findall(r"Accuracy on test set: [\d.]+%", said)) == 1
 
 
-def test_the_picture_of_curves_says_how_far_they_are_apart(program, data_dir, tmp_path, capsys):
+def test_the_picture_of_curves_says_how_far_they_are_apart(program, small_fashion, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pictures = importlib.import_module("pictures")
     path = tmp_path / "curves.png"
-    words = ["--micro-batch-size", "1", "--width", "4", "--data-dir", str(data_dir), "--bn-group-size", "1"]
+    words = [
+        "--micro-batch-size",
+        "1",
+        "--width",
+        "4",
+        "--data-dir",
+        str(small_fashion),
+        "--bn-group-size",
+        "1",
+    ]
     pictures.main(["curves", "--updates", "3", "--output", str(path), "--norm-type", "group", *words])
     found = re.search(r"largest distance of 5 curves over 3 updates: (\S+);", capsys.readouterr().out)
     assert found and float(found[1]) < 1e-5

@@ -56,32 +56,31 @@ class Net(nn.Module):
 
 
 Kind = Callable[[Net, int, int, Tensor, list[Tensor]], Tensor]
+KINDS: dict[str, Kind] = {
+    "linear": lambda net, i, other, x, seen: net.layers[i](x),
+    "tanh": lambda net, i, other, x, seen: torch.tanh(x),
+    "norm": lambda net, i, other, x, seen: net.norms[i](x),
+    "batch_norm": lambda net, i, other, x, seen: net.batch_norms[i](x),
+    "dropout": lambda net, i, other, x, seen: functional.dropout(net.layers[i](x), 0.25, net.training),
+    "skip": lambda net, i, other, x, seen: x + seen[other],
+    "by_list": lambda net, i, other, x, seen: functional.linear(x, net.weights[i], net.by_name["bias"][i]),
+    "tied": lambda net, i, other, x, seen: functional.linear(x, net.layers[other].weight),
+    "tied_by_list": lambda net, i, other, x, seen: functional.linear(
+        net.layers[i](x), net.weights[other].t()
+    ),
+    "view": lambda net, i, other, x, seen: net.layers[i](x) * net.rows[i],
+    "detached": lambda net, i, other, x, seen: x * net.layers[other].weight.detach().abs().mean(),
+    "frozen": lambda net, i, other, x, seen: net.layers[i](x),
+    "function": lambda net, i, other, x, seen: Product.apply(net.layers[i](x), net.weights[i]),
+}
 
 
-def linear(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return net.layers[i](x)
+def kind(function: Kind) -> Kind:
+    KINDS[function.__name__] = function
+    return function
 
 
-def tanh(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return torch.tanh(x)
-
-
-def norm(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return net.norms[i](x)
-
-
-def batch_norm(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return net.batch_norms[i](x)
-
-
-def dropout(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return functional.dropout(net.layers[i](x), 0.25, net.training)
-
-
-def skip(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return x + seen[other]
-
-
+@kind
 def in_place(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     x = net.layers[i](x)
     x[:, 0] += 1
@@ -89,53 +88,34 @@ def in_place(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Ten
     return x.add_(0.25)
 
 
-def by_list(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return functional.linear(x, net.weights[i], net.by_name["bias"][i])
-
-
-def tied(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return functional.linear(x, net.layers[other].weight)
-
-
-def tied_by_list(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return functional.linear(net.layers[i](x), net.weights[other].t())
-
-
-def view(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return net.layers[i](x) * net.rows[i]
-
-
-def detached(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return x * net.layers[other].weight.detach().abs().mean()
-
-
+@kind
 def buffer(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     mean = getattr(net, f"mean{i}")
     mean.mul_(0.5).add_(x.detach().mean(0))
     return net.layers[i](x) - mean
 
 
+@kind
 def buffer_by_list(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     net.means[i][0] = x.detach().mean()
     return x + net.means[i] * 0.5
 
 
+@kind
 def buffer_by_data(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     mean = getattr(net, f"mean{i}")
     mean.data = mean.data * 0.75 + x.detach().amax(0) * 0.25
     return net.layers[i](x + mean)
 
 
-def frozen(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    return net.layers[i](x)
-
-
+@kind
 def teacher(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     with torch.no_grad():
         net.layers[i].weight.mul_(0.75).add_(net.norms[i].weight, alpha=0.25)
     return net.norms[i](x) + net.layers[i](x)
 
 
+@kind
 def constants(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     mask = torch.zeros(WIDTH)
     mask[torch.arange(WIDTH) % 2 == 0] = 1
@@ -144,12 +124,7 @@ def constants(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Te
     return torch.cat([x[:, mask > 0], x[:, mask == 0] * mask.sum().item()], 1)
 
 
-def function(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
-    y = Product.apply(net.layers[i](x), net.weights[i])
-    assert isinstance(y, Tensor)
-    return y
-
-
+@kind
 def writes(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tensor:
     mean = getattr(net, f"mean{i}")
     given = [net.layers[i](x), mean]
@@ -158,26 +133,6 @@ def writes(net: Net, i: int, other: int, x: Tensor, seen: list[Tensor]) -> Tenso
     return y
 
 
-KINDS: dict[str, Kind] = {
-    kind.__name__: kind
-    for kind in (
-        *(
-            linear,
-            tanh,
-            norm,
-            batch_norm,
-            dropout,
-            skip,
-            in_place,
-            by_list,
-            tied,
-            tied_by_list,
-            view,
-            detached,
-        ),
-        *(buffer, buffer_by_list, buffer_by_data, frozen, teacher, constants, function, writes),
-    )
-}
 _REFERRING = ("skip", "tied", "tied_by_list", "detached")
 
 
