@@ -59,7 +59,7 @@ def test_what_runs_costs_no_more_than_the_budget():
         seconds, items = table.get(function, (budget.UNMEASURED, 1))
         nodes = [f"{function}[{item}]" for item in range(items)]
         cost += seconds * len(budget.chosen(function, nodes, (), function in always, table))
-    assert cost <= budget.ALL, "move the dearest functions of tests/durations.json below two seconds"
+    assert cost <= budget.ALL, "move the dearest functions of tests/durations.json below a second"
     assert len(always) > 12
 
 
