@@ -52,16 +52,7 @@ def trainer():
     )
 
 
-def test_a_hook_after_the_accumulation_of_a_gradient_is_refused_at_compilation():
-    weight, executor = trainer()
-    weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(
-        poptorch.Error, match=r"model\.0\.weight has a hook of register_post_accumulate_grad_hook"
-    ):
-        executor(X)
-
-
-def test_a_hook_that_is_set_or_removed_after_compilation_is_followed_by_the_next_call():
+def test_a_hook_that_is_set_or_removed_is_followed_by_the_next_call_and_one_after_accumulation_is_refused():
     weight, executor = trainer()
 
     def change_by(factor):

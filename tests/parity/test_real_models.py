@@ -19,37 +19,6 @@ def spread(*parts):
         poptorch.BeginBlock(part, f"ipu {ipu}", ipu_id=ipu)
 
 
-class Gpt2(nn.Module):
-    """A language model whose scores are tied to its word embeddings."""
-
-    def __init__(self):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        super().__init__()
-        config = GPT2Config(
-            vocab_size=31,
-            n_positions=8,
-            n_embd=16,
-            n_layer=3,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        self.gpt = GPT2LMHeadModel(config)
-        body = self.gpt.transformer
-        spread(body.wte, body.h[1], body.h[2])
-
-    def forward(self, words):
-        return self.gpt(input_ids=words, labels=words, use_cache=False).loss
-
-    @staticmethod
-    def data(rows):
-        return [torch.randint(0, 31, (rows, 7))]
-
-
 class Residual(nn.Module):
     """Two convolutions with BatchNorm around which the input goes, through a projection where it must."""
 
@@ -120,10 +89,8 @@ class Towers(nn.Module):
         return [torch.randint(0, 13, (rows, 4)), torch.randn(rows, 1, 8, 8), torch.randint(0, 3, (rows,))]
 
 
-@pytest.mark.parametrize("model", [Gpt2, Resnet, Towers])
+@pytest.mark.parametrize("model", [Resnet, Towers])
 def test_a_real_model_trains_pipelined_as_plain_pytorch_does(model):
-    if model is Gpt2:
-        pytest.importorskip("transformers")
     assert_trains_as_plain_pytorch(model, partial(torch.optim.Adam, lr=0.01), strategy=BY_IPU, updates=3)
 
 
