@@ -70,8 +70,9 @@ class Order:
             `After.row` is the index of an action in `step.actions`
         in_flight: maps a step to the most micro-batches that have begun and not ended; more never begin
         overlaps:  whether stages work on different micro-batches at the same time
-        placement: "merged": neighbouring stages of one ipu are one stage; "apart": they stay apart; "turns": each
-            change of ipu in the forward begins a stage, and blocks of a stage may have ipus of their own
+        placement: "merged": neighbouring stages of one ipu are one stage; "apart": they stay apart; "loop", "v": as
+            "apart", and training needs the layout of stages of this name; "turns": each change of ipu in the forward
+            begins a stage, and blocks of a stage may have ipus of their own
         cuts_backwards: whether a backward is two actions: B computes what the stage before reads, W the rest: mostly
             the gradients of weights
     """
@@ -81,12 +82,21 @@ class Order:
     bounds: Callable[[StepActions, Action], Sequence[After]] = lambda step, action: ()
     in_flight: Callable[[StepActions], int] = lambda step: step.micro_batches
     overlaps: bool = True
-    placement: Literal["merged", "apart", "turns"] = "merged"
+    placement: Literal["merged", "apart", "loop", "v", "turns"] = "merged"
     cuts_backwards: bool = False
 
     def least_micro_batches(self, forward_stages: int, training: bool) -> int:
         """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
         return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
+
+    def layout_on(self, ipus: Sequence[int]) -> list[int]:
+        """Return the ipu of each stage in the layout that the order needs on several ipus: loops such as 0, 1, 0, 1, or
+        a V such as 0, 1, 1, 0. If the order runs in any layout, return `ipus`, which are those of the stages."""
+        names = [*dict.fromkeys(ipus)]
+        n = len(names)
+        if n == 1 or self.placement not in ("loop", "v"):
+            return [*ipus]
+        return names * max(2, -(-len(ipus) // n)) if self.placement == "loop" else [*names, *reversed(names)]
 
     def all_bounds(self, step: StepActions) -> list[list[After]]:
         """Return the bounds of each action; the first ones of a micro-batch wait for that `in_flight` before, too."""
@@ -173,7 +183,7 @@ def _in_a_v(name: str, key: Callable[[StepActions, Action, int], tuple[float, ..
         key,
         _bounds_of_1f1b,
         in_flight=lambda step: 2 * step.width,
-        placement="apart",
+        placement="v",
         cuts_backwards=True,
     )
 
@@ -188,7 +198,7 @@ ORDERS: dict[str, Order] = {
             lambda step: step.width,
         ),
         Order("gpipe", lambda step, action, micro_batch: (action.phase != "F", -action.stage, micro_batch)),
-        Order("interleaved", interleaved_tick, _bounds_of_1f1b, lambda step: step.width, placement="apart"),
+        Order("interleaved", interleaved_tick, _bounds_of_1f1b, lambda step: step.width, placement="loop"),
         Order(
             "zero-bubble",
             lambda step, action, micro_batch: ("BFW".index(action.phase), -action.stage, micro_batch),

@@ -69,9 +69,10 @@ def random_layout(numbers: random.Random, mode: str, blocks: int, load: Load) ->
     stages = numbers.randint(2, most) if most > 1 else 1
     cuts = [0, *sorted(numbers.sample(range(1, blocks), stages - 1))]
     ipus = list(range(stages))
-    if numbers.random() < 0.4:  # wrapped around
-        ipus = [stage % 2 for stage in ipus]
-    schedule = numbers.choice([name for name, order in ORDERS.items() if order.overlaps])
+    if numbers.random() < 0.4:  # wrapped around, or a V
+        ipus = numbers.choice([[stage % 2 for stage in ipus], [min(s, stages - 1 - s) for s in ipus]])
+    orders = (order for order in ORDERS.values() if order.overlaps and order.layout_on(ipus) == ipus)
+    schedule = numbers.choice([order.name for order in orders])
     return Layout(mode, cuts, ipus, mode == "pipelined" and numbers.random() < 0.5, schedule)
 
 

@@ -33,8 +33,6 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     numbers = _stage_numbers(visits, used, strategy)
     ipu_of = _stage_ipus(visits, numbers, strategy)
     placement = order_named(strategy.order).placement
-    if strategy.auto == "same_as_ipu" and len({ipu_of[numbers[i]] for i in used}) > 1:
-        check_may_choose_stages(strategy, "AutoStage.SameAsIpu")
     if placement == "turns":
         # Ipus take turns as the forward does: each change of ipu begins a new stage.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
@@ -62,14 +60,20 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
     )
 
 
-def check_may_choose_stages(strategy: Strategy, rule: str) -> None:
-    """Raise PartitionError if a rule makes one stage of each ipu, and the order needs several stages on an ipu."""
-    if order_named(strategy.order).placement == "apart":
+def _check_layout(ipus: Sequence[int], schedule: str) -> None:
+    """Raise PartitionError if stages on these ipus do not have the layout that a schedule needs."""
+    order = order_named(schedule)
+    layout = order.layout_on(ipus)
+    if [*ipus] != layout:
         raise PartitionError(
-            f"the schedule {strategy.order!r} needs several stages on each ipu, and {rule} makes one stage of an ipu\n"
+            f"the schedule {schedule!r} needs several stages on each ipu, in the layout"
+            f" {', '.join(map(str, layout))}; the stages are on the ipus {', '.join(map(str, ipus))}\n"
             "  fix: poptorch.AutoStage.AutoIncrement with the ipu of each block; or name the stages, such as"
-            f' PipelinedExecution(poptorch.Stage("a").ipu(0), ..., schedule={strategy.order!r})'
+            f' PipelinedExecution(poptorch.Stage("a").ipu({layout[0]}), poptorch.Stage("b").ipu({layout[1]}), ...,'
+            f' schedule="{schedule}"); or schedule="1f1b"'
         )
+    if len({*ipus}) == 1 and order.placement in ("loop", "v"):
+        logger.info("the schedule %r needs several ipus, and all stages are on one", schedule)
 
 
 def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) -> list[int]:
@@ -139,6 +143,8 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     needed = order_named(strategy.order).least_micro_batches(forward, training)
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed:
+        if training:
+            _check_layout(place_blocks(visits, used, strategy).ipus, strategy.order)
         return settings
     option = "Training.gradientAccumulation" if training else "deviceIterations"
     if strategy.or_sharded:

@@ -12,7 +12,6 @@ from popengine.compile.partition import partition, visits_with_operations
 from popengine.compile.placement import (
     Cost,
     balance_blocks,
-    check_may_choose_stages,
     describe_balance,
     place_blocks,
 )
@@ -38,7 +37,6 @@ def with_balanced_stages(
 ) -> Settings:
     """Return the settings with the stages of `AutoBalance`, by measured costs of the blocks. If all instances
     train, and call this function `together`, they use the seconds of instance 0."""
-    check_may_choose_stages(settings.strategy, "AutoBalance")
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.processes > 1:
         group = group_of_size(settings.counts.processes)

@@ -69,24 +69,43 @@ def test_the_drawn_bubble_falls_with_the_number_of_micro_batches(way):
         assert idle_share(make(), strategy, micro_batches) == pytest.approx(expected)
 
 
-def test_interleaved_keeps_neighbouring_stages_apart():
+def stages_of(ipus, schedule):
+    """Return the ipu of each stage of a model of eight layers, with the embedding, on these ipus."""
     options = poptorch.Options().showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(8)
-    options.setExecutionStrategy(
-        poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement, schedule="interleaved")
-    )
-    batch = torch.randn(16, 4), torch.randn(16, 4)
-    assert [row[1] for row in poptorch.describe(Stack(blocks=True), options, batch).stages] == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
+    options.Training.gradientAccumulation(15)
+    blocks = [["embedding", "layer 0"], *(f"layer {i}" for i in range(1, LAYERS))]
+    stages = [
+        poptorch.Stage(*([b] if isinstance(b, str) else b)).ipu(i) for b, i in zip(blocks, ipus, strict=True)
     ]
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*stages, schedule=schedule))
+    model, batch = Stack(blocks=True), (torch.randn(30, 4), torch.randn(30, 4))
+    poptorch.BeginBlock(model.embedding, "embedding")
+    return [row[1] for row in poptorch.describe(model, options, batch).stages]
+
+
+LOOPS, V = [0, 1, 2, 3] * 2, [0, 1, 2, 3, 3, 2, 1, 0]
+LAYOUT_OF = {"interleaved": LOOPS, "zero-bubble-v": V, "dualpipe-v": V}
+
+
+@pytest.mark.parametrize("schedule", LAYOUT_OF)
+@pytest.mark.parametrize("ipus", [LOOPS, V, [0, 0, 1, 1, 2, 2, 3, 3], [*range(8)]], ids=str)
+def test_a_schedule_needs_its_layout(schedule, ipus):
+    if ipus == LAYOUT_OF[schedule]:
+        assert stages_of(ipus, schedule) == ipus
+        return
+    layout = (
+        LAYOUT_OF[schedule]
+        if max(ipus) == 3
+        else [*range(8), *(range(8) if schedule == "interleaved" else V)]
+    )
+    with pytest.raises(poptorch.Error, match="in the layout " + ", ".join(map(str, layout[:8]))):
+        stages_of(ipus, schedule)
+
+
+def test_a_schedule_of_several_ipus_on_one_ipu_is_said(caplog):
+    with caplog.at_level("INFO", "poptorch::python"):
+        assert len(set(stages_of([0] * 8, "interleaved"))) == 1
+    assert "the schedule 'interleaved' needs several ipus, and all stages are on one" in caplog.text
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
