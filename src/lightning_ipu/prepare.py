@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import os
+import sys
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,12 +48,23 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
         options.createOrSet(random_seed=int(seed))
     trainer = getattr(strategy._lightning_module, "_trainer", None)
     if trainer is not None and training:
-        # During a run `accumulate_grad_batches` is 1, since the executor accumulates.
-        accumulation = max(trainer.accumulate_grad_batches, strategy._accumulation)
-        options.Training.gradientAccumulation(accumulation)
+        options.Training.gradientAccumulation(trainer.accumulate_grad_batches)
     if trainer is not None and trainer._detect_anomaly:
         options.Precision.enableFloatingPointExceptions(True)
     return options
+
+
+def reading_accumulation(undo: ExitStack, trainer: Any, package: str) -> None:
+    """Let Lightning's loops read 1 as `trainer.accumulate_grad_batches` until `undo` is closed, because the executor
+    accumulates; the program reads the given value."""
+    given, kind = trainer.accumulate_grad_batches, type(trainer)
+
+    def read(trainer: Any) -> int:
+        is_lightning = str(sys._getframe(1).f_globals.get("__name__")).startswith(f"{package}.")
+        return 1 if is_lightning else given
+
+    trainer.__class__ = type(kind.__name__, (kind,), {"accumulate_grad_batches": property(read)})
+    undo.callback(setattr, trainer, "__class__", kind)
 
 
 def with_report(strategy: Any, options: poptorch.Options) -> poptorch.Options:
@@ -89,6 +102,15 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
             "IPUStrategy does not support `accumulate_grad_batches` changing between epochs: it is compiled in. Use"
             " Trainer(accumulate_grad_batches=n)."
         )
+    averaging = lightning.import_object("callbacks.StochasticWeightAveraging")
+    if any(isinstance(c, averaging) for c in trainer.callbacks) and averaging.pl_module_contains_batch_norm(
+        module
+    ):
+        raise lightning.Misconfiguration(
+            "StochasticWeightAveraging computes the statistics of BatchNorm in an epoch without backward, which a call"
+            " with IPUs can't leave out. Use EMAWeightAveraging; or average with torch.optim.swa_utils.AveragedModel in"
+            " `on_train_epoch_end`, and call torch.optim.swa_utils.update_bn after the fit."
+        )
     if lightning.is_overridden("configure_gradient_clipping", module):
         raise lightning.Misconfiguration(
             "`configure_gradient_clipping` can't be overridden with IPUs: there are no gradients on the host. Use"
@@ -102,11 +124,11 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
                 stacklevel=2,
             )
     for owner in (module, *trainer.callbacks):
-        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
+        for hook in ("on_before_backward", "on_after_backward", "on_before_optimizer_step"):
             if lightning.is_overridden(hook, owner):
                 warnings.warn(
-                    f"`{type(owner).__name__}.{hook}` runs, but parameter.grad is None there (grad_norm gives {{}}):"
-                    " gradients stay on the ipus. To see one, ask for it in the options, as"
+                    f"`{type(owner).__name__}.{hook}` runs after the update, and parameter.grad is None there"
+                    " (grad_norm gives {}): gradients stay on the ipus. To see one, ask for it in the options, as"
                     ' training_opts.anchorTensor("name", "Gradient___<parameter>"), and read'
                     ' strategy.poptorch_models["train"].getAnchoredTensor("name") in on_train_batch_end.',
                     stacklevel=2,

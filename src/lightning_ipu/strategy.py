@@ -5,6 +5,7 @@ Lightning calls the input of one executor call a batch. `prepare.py` makes the s
 After each call `_replay` repeats the step's actions on the host, such as logging, with the call's values.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -23,7 +24,14 @@ from poptorch.logs import logger
 from poptorch.nested_values import tensors_of, with_tensors
 
 from .loaders import convert_loader, micro_batch_count, resize_batch
-from .prepare import Lightning, check_before_setup, check_optimizers, make_options, with_report
+from .prepare import (
+    Lightning,
+    check_before_setup,
+    check_optimizers,
+    make_options,
+    reading_accumulation,
+    with_report,
+)
 from .recording import StepModule, set_until_closed
 
 
@@ -75,8 +83,8 @@ class StrategyPart:
         self._given_opts = {"training_opts": training_opts, "inference_opts": inference_opts}
         vars(self).update({name: given for name, given in self._given_opts.items() if given is not None})
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
-        self._accumulation = 1
         self._undo = ExitStack()
+        self._updates = 0  # training steps of a batch, less the optimizer's steps
         self._first_batch_rows: dict[int, int] = {}  # for prediction, by the loader's index
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
@@ -92,15 +100,19 @@ class StrategyPart:
             popdist.init()
             self.global_rank, self.local_rank = popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()
         if is_fit:
-            self._accumulation = trainer.accumulate_grad_batches
-            set_until_closed(self._undo, vars(trainer), "accumulate_grad_batches", 1)
+            reading_accumulation(self._undo, trainer, self.lightning.name)
         set_until_closed(
             self._undo, vars(trainer._data_connector), "_prepare_dataloader", self._prepare_dataloader
         )
         super().setup(trainer)  # type: ignore[misc]
         if is_fit:
             check_optimizers(self, trainer)
-            set_until_closed(self._undo, vars(self._lightning_module), "optimizer_zero_grad", None)
+            members = vars(self._lightning_module)
+            set_until_closed(self._undo, members, "optimizer_zero_grad", None)
+            step = self._check_steps(self._lightning_module.optimizer_step)
+            set_until_closed(self._undo, members, "optimizer_step", step)
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            set_until_closed(self._undo, vars(loop), "_on_before_zero_grad", lambda optimizer: None)
             if trainer.gradient_clip_val:
                 name = "max_grad_value" if trainer.gradient_clip_algorithm == "value" else "max_grad_norm"
                 set_until_closed(self._undo, vars(self.optimizers[0]), name, float(trainer.gradient_clip_val))
@@ -163,9 +175,51 @@ class StrategyPart:
             executor.setOptimizer(self.optimizers[0])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizers:
+            self._call_before_zero_grad(self.optimizers[0])
+        self._updates += 1
         return self._step(self._current_stage, *args, **kwargs)
 
-    validation_step = test_step = training_step
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._current_stage, *args, **kwargs)
+
+    test_step = validation_step
+
+    def _call_before_zero_grad(self, optimizer: Any) -> None:
+        """Call the hooks `on_before_zero_grad` before the call, because Lightning would call them after its update.
+        Raise a MisconfigurationException if they write weights: on a CPU, the gradients are those of the old ones."""
+        parameters = [*self._lightning_module.parameters()]
+        before = [parameter._version for parameter in parameters]
+        loop = self._lightning_module.trainer.fit_loop.epoch_loop.automatic_optimization
+        type(loop)._on_before_zero_grad(loop, optimizer)
+        if before != [parameter._version for parameter in parameters]:
+            raise self.lightning.Misconfiguration(
+                "`on_before_zero_grad` writes into parameters, between the forward and the backward of a batch, which"
+                " are one call with IPUs. Write into them in `on_train_batch_start` or `on_train_batch_end`."
+            )
+
+    def _check_steps(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a module's `optimizer_step`, which raises a MisconfigurationException if it runs the closure without a
+        step of the optimizer: the closure has updated the weights."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._updates = 0
+            result = optimizer_step(*args, **kwargs)
+            if self._updates > 0:
+                code = inspect.unwrap(optimizer_step).__code__
+                raise self.lightning.Misconfiguration(
+                    f"{code.co_filename}:{code.co_firstlineno}: `optimizer_step` calls the closure and skips"
+                    " `optimizer.step`, but with IPUs the closure has updated the weights: a call is forward, backward"
+                    " and update. Call `optimizer.step(closure=optimizer_closure)` for each batch, leave out batches"
+                    " in the loader, or set the learning rate of a batch to 0."
+                )
+            return result
+
+        return step
+
+    def note_optimizer_step(self) -> None:
+        """Note a step of the optimizer, which belongs to the latest training step."""
+        self._updates -= 1
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for a batch. A short last batch is padded, and the predictions are cut."""
