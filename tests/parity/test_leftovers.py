@@ -1,5 +1,9 @@
 """Tensors that forward keeps outside of itself have no value; what can't be wrong is put back, the rest is an error."""
 
+import functools
+import weakref
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +81,92 @@ def test_a_state_that_is_read_and_replaced_is_an_error(keep, path):
     with pytest.raises(poptorch.Error, match=f"changes {path}, which forward also reads") as caught:
         poptorch.inferenceModel(model)(torch.ones(1, 2))
     assert "a metric after the call" in str(caught.value)
+
+
+@functools.lru_cache
+def mask(size):
+    return torch.arange(size) + 1.0
+
+
+class Neuron(nn.Module):
+    """A neuron whose state a function resets in all networks of the process, as in snntorch."""
+
+    every: ClassVar = []
+    latest = None
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.register_buffer("state", torch.ones(2))
+        Neuron.every.append(self)
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def cached(neuron, x):
+    return x * mask(2)
+
+
+def reset_all(neuron, x):
+    for each in Neuron.every:
+        each.state = torch.zeros_like(each.state)
+    neuron.state = neuron.state + x.sum(0)
+    return neuron.state * 1
+
+
+def to_class(neuron, x):
+    Neuron.latest = x * 2
+    return x * 3
+
+
+def to_name(neuron, x):
+    global latest
+    latest = x * 2
+    return x * 3
+
+
+latest = None
+
+
+@pytest.mark.parametrize("use", [cached, reset_all, to_class, to_name])
+def test_nothing_of_a_recording_is_left_in_caches_classes_globals_and_other_networks(use):
+    Neuron.every.clear()
+    neuron, other, x = Neuron(use), Neuron(use), torch.ones(2, 2)
+    result = poptorch.inferenceModel(neuron)(x)
+    assert type(other.state) is torch.Tensor and Neuron.latest is None and latest is None
+    for model in (neuron, other):
+        assert torch.equal(model(x), result)
+        assert torch.equal(poptorch.inferenceModel(model)(x), result)
+        Neuron.latest = globals()["latest"] = None
+
+
+def test_state_in_a_class_and_in_another_network_is_an_error():
+    def to_class(neuron, x):
+        Neuron.latest = x if Neuron.latest is None else Neuron.latest + x
+        return Neuron.latest * 1
+
+    def to_other(neuron, x):
+        other.state = other.state + x.sum(0)
+        return other.state * 1
+
+    other = Neuron(None)
+    for use in (to_class, to_other):
+        with pytest.raises(poptorch.Error, match=r"changes .*, which forward also reads"):
+            poptorch.inferenceModel(Neuron(use))(torch.ones(2, 2))
+        assert Neuron.latest is None and type(other.state) is torch.Tensor
+
+
+def test_a_table_by_models_knows_the_model_of_an_executor():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * table[self]
+
+    model, x = Scaled(), torch.ones(2, 2)
+    table = weakref.WeakKeyDictionary({model: 3.0})
+    executor = poptorch.inferenceModel(model)
+    assert torch.equal(executor(x), x * 3)
+    assert torch.equal(executor.model(x), x * 3)
 
 
 def test_a_variable_around_forward_is_looked_at():

@@ -38,7 +38,7 @@ from .recording.float_types import call_with_matching_types
 from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
-from .recording.noting import Noting
+from .recording.noting import Noting, Shelf, shelves_restored, stored_in
 from .recording.reads import MISSING, Read, Reads, fingerprint, hooks_reader
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
@@ -73,8 +73,11 @@ def capture(
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-    record = partial(_record, module, forward, samples, fake, training, device, given, beside, arguments)
-    with attributes_restored(module):
+    shelves: dict[int, Shelf] = {}
+    record = partial(
+        _record, module, forward, samples, fake, training, device, given, beside, arguments, shelves
+    )
+    with attributes_restored(module), shelves_restored(shelves):
         found = first = record({})
         if first.changed or first.reshaped:
             found, dropped = _record_again(first, record)
@@ -107,7 +110,9 @@ class _RecordedForward:
     lines: dict[str, str]  # by path of a read, the user's line that has changed it
     draws: dict[str, str]  # by the user's line, what it has drawn
     containers: list[tuple[Any, str]]  # that forward and hooks have read, and these hooks, with their paths
-    left: list[tuple[StoredValue, Tensor]]  # constants that forward has stored, if it has changed reads
+    left: list[
+        tuple[StoredValue, Tensor | None]
+    ]  # that forward has stored, if it has changed reads; constants
     reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
     made: list[tuple[MadeBuffer, Tensor | None]]  # with the values of constants
 
@@ -122,16 +127,18 @@ def _record(
     given: str,
     beside: Callable[[], Any],
     arguments: Sequence[tuple[Any, str]],
+    shelves: dict[int, Shelf],
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
     """Run the forward once, on stand-ins for the weights, and return the recording. `reshaped`: by name, tensors with
-    the shapes and dtypes of some buffers' stand-ins; `constant`: names of buffers that are constants."""
+    the shapes and dtypes of some buffers' stand-ins; `constant`: names of buffers that are constants; `shelves`: as of
+    `Noting`."""
     with DisableTorchFunctionSubclass(), fake:  # only shapes are read
         stand_ins = StandIns(module, training, reshaped, constant)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
-    state, noting = Capture(training, stand_ins), Noting(module)
+    state, noting = Capture(training, stand_ins), Noting(module, shelves)
     recorder = state.recorder
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}
@@ -163,11 +170,8 @@ def _record(
         reads.all.append(Read("a hook of a parameter", hooks))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
-    left = [
-        (stored, real)
-        for stored in (fake_tensors_in(module) if changed else ())
-        if (real := recorder.value_of(stored.value)) is not None
-    ]
+    stored = [*fake_tensors_in(module), *stored_in(shelves)] if changed else []
+    left = [(each, recorder.value_of(each.value)) for each in stored]
     made = [(buffer, recorder.value_of(buffer.value)) for buffer in stand_ins.made]
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
@@ -188,7 +192,7 @@ def _record_again(
     recording has left. Return a recording, and the paths of the values that forward changes each time. Raise
     CaptureError if the graphs differ: then the values would be state between calls."""
     names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
-    left = [(read, read.present()) for read in first.changed if read.get is dict.get]
+    left = [(r, r.found()) for r in first.changed if r.get is dict.get and r.view is None]
     where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
     text = (
         f"{where} changes {names}, which forward also reads: what a call leaves there would be lost for the next one\n"
@@ -199,17 +203,24 @@ def _record_again(
     if first.reshaped:
         text = reshaped_buffer_text(first.graph, first.reshaped)
     for stored, real in first.left:
-        stored.put(real)
+        if real is not None:
+            stored.put(real)
+        elif stored.is_elsewhere:  # the second recording differs if it reads these numbers
+            stored.put(torch.full(stored.value.shape, 0.5).to(stored.value.dtype))
     try:
         second = record(first.reshaped)
     except Exception as error:
         raise CaptureError(text) from error
+    finally:
+        for stored, real in first.left:
+            if real is None and stored.is_elsewhere:
+                stored.put(stored.value)
     is_same = fingerprint(first.graph) == fingerprint(second.graph, without=first.reshaped)
     if second.reshaped or not is_same or first.graph.beside != second.graph.beside:
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
     for read, value in left:
-        if read.path in dropped and value is not MISSING:
+        if read.path in dropped and value is not MISSING and not isinstance(value, FakeTensor):
             read.args[0][read.args[1]] = value  # as one run has left it
     if again := list(dict.fromkeys(read.path for read in first.changed if read.path in dropped)):
         logger.warning(

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ class StoredValue(NamedTuple):
     path: str
     value: Any
     put: Callable[[Any], None]
+    is_elsewhere: bool = False  # outside of the module
 
 
 def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = None) -> list[StoredValue]:
@@ -48,7 +49,7 @@ def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = Non
             found.append(item)
         elif id(item.value) not in seen and not isinstance(item.value, _CLOSED) and not _is_own(item.value):
             seen.add(id(item.value))
-            queue += _values_held_by(*item)
+            queue += _values_held_by(*item[:3])
     return found
 
 
@@ -121,9 +122,14 @@ def _restore_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
                 # Reparametrizations compute `weight` from `weight_g` and `weight_v`, or `weight_orig`.
                 if not any(parameter.startswith(f"{name}_") for parameter in child._parameters):
                     undone.append(f"{type(child).__name__}.{name}")
-    if undone:
+    warn_of_restored(undone)
+
+
+def warn_of_restored(paths: Sequence[str]) -> None:
+    """Log a warning of attributes and globals that forward has set to fake tensors, and that are put back."""
+    if paths:
         logger.warning(
             "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
             " is as it was before; return the tensor from forward, if the program needs it",
-            ", ".join(undone),
+            ", ".join(paths),
         )

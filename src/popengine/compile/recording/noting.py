@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...torch_private import FakeTensor
 from .current_capture import Capture, active
 from .draws import Draws
 from .graph_recorder import CaptureRecorder
+from .leftovers import StoredValue, warn_of_restored
 from .reads import MISSING, Read, Reads, flat_items, layout_of, same_items
 from .user_code import (
     PANDO,
@@ -69,12 +70,58 @@ def _dictionary_of(value: Any) -> dict[str, Any]:
     return object.__getattribute__(value, "__dict__")
 
 
+class Shelf(NamedTuple):
+    """Attributes or globals that forward may set: the class or dictionary that has them, the values by name of now and
+    before forward, and a path."""
+
+    owner: Any
+    values: Any
+    before: dict[str, Any]
+    path: str
+
+    def fake_tensors(self) -> list[StoredValue]:
+        put = partial(setattr, self.owner) if isinstance(self.owner, type) else self.owner.__setitem__
+        return [
+            StoredValue(f"{self.path}.{name}", value, partial(put, name), is_elsewhere=True)
+            for name, value in self.values.items()
+            if isinstance(value, FakeTensor)
+        ]
+
+    def restore(self) -> None:
+        for path, _, put, _ in self.fake_tensors():
+            name = path.rpartition(".")[2]
+            if name in self.before:
+                put(self.before[name])
+            elif isinstance(self.owner, type):
+                delattr(self.owner, name)
+            else:
+                del self.owner[name]
+
+
+def stored_in(shelves: dict[int, Shelf]) -> list[StoredValue]:
+    """Return the fake tensors that forward has set as globals, or attributes of classes or of other models."""
+    return [stored for shelf in shelves.values() for stored in shelf.fake_tensors()]
+
+
+@contextlib.contextmanager
+def shelves_restored(shelves: dict[int, Shelf]) -> Iterator[None]:
+    """Run the body, and put back what was in the place of the fake tensors, with a warning."""
+    try:
+        yield
+    finally:
+        warn_of_restored([stored.path for stored in stored_in(shelves)])
+        for shelf in shelves.values():
+            shelf.restore()
+
+
 class Noting(TorchFunctionMode):
     """A function mode that notes the reads of a forward. torch's own functions read nothing of the user's, and run
     without the profile function that sees which functions are called."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shelves: dict[int, Shelf]) -> None:
+        """`shelves`: by id of the owner, attributes and globals that forward may set, to which more are added."""
         super().__init__()
+        self._shelves = shelves
         self.reads = Reads()
         self.lines: dict[str, str] = {}  # by path, the user's line that sets a value after it was read
         self.draws = Draws()
@@ -83,6 +130,7 @@ class Noting(TorchFunctionMode):
         self._known: dict[int, tuple[Any, str, Read | None]] = {
             id(m): (m, name, None) for name, m in module.named_modules()
         }
+        self._layers = set(self._known)
         self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
         self._ran: dict[types.CodeType, None] = {}
@@ -92,6 +140,7 @@ class Noting(TorchFunctionMode):
         self._tensors: list[Read] = []
         self._undo = contextlib.ExitStack()
         self._on_event = self._note_event
+        self._caches: list[tuple[Any, Any]] = []  # of functions, with their `cache_info()` before
 
     @contextlib.contextmanager
     def of(self, capture: Capture, arguments: Iterable[tuple[Any, str]]) -> Iterator[None]:
@@ -113,6 +162,9 @@ class Noting(TorchFunctionMode):
                     yield
                 finally:
                     sys.setprofile(None) if profiles else None
+                    for cached, info in self._caches:
+                        if cached.cache_info() != info:  # it may hold fake tensors
+                            cached.cache_clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._on_event is None or sys.getprofile() is None:
@@ -188,6 +240,10 @@ class Noting(TorchFunctionMode):
 
     # ---- attributes ----------------------------------------------------------------------------------------
 
+    def _keep(self, owner: Any, values: Any, path: str) -> None:
+        if id(owner) not in self._shelves:
+            self._shelves[id(owner)] = Shelf(owner, values, dict(values), path)
+
     def is_noting(self) -> bool:
         """Return whether the calling code runs in the forward that is recorded."""
         return active.get() is self._capture
@@ -209,6 +265,10 @@ class Noting(TorchFunctionMode):
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
         was read and is set to itself is left as it is."""
+        if isinstance(owner, nn.Module) and id(owner) not in self._layers:
+            path = type(owner).__name__
+            for shelf in (vars(owner), owner._parameters, owner._buffers):
+                self._keep(shelf, shelf, path)
         if (known := self._known.get(id(owner))) is not None:
             is_read = (id(owner), name) in self._done
             if is_read and isinstance(owner, nn.Module) and vars(owner).get(name, MISSING) is value:
@@ -288,6 +348,8 @@ class Noting(TorchFunctionMode):
             ]
             names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
             self._classes[kind] = names
+            for base in own:
+                self._keep(base, vars(base), base.__name__)
             self._note_class(kind, names & self._names)
 
     # ---- values --------------------------------------------------------------------------------------------
@@ -329,6 +391,7 @@ class Noting(TorchFunctionMode):
         elif isinstance(value, _WRAPPERS):
             self._note_parts(value, read)
             if isinstance(value, _CACHED):  # it may know its result, and not run
+                self._caches.append((value, value.cache_info()))
                 self.note_functions([value.__wrapped__])
         elif isinstance(value, nn.Module):
             read.is_content = _is_without_weights(value)
@@ -386,6 +449,7 @@ class Noting(TorchFunctionMode):
         if code in self._ran:
             return
         self._ran[code] = None
+        self._keep(scope, scope, str(scope.get("__name__")))
         self._note_names(scope, globals_in(code))
         new = names_in(code) - self._names
         self._names |= new
