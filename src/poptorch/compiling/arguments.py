@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -30,9 +30,9 @@ _MOST_WORDS = 12  # arguments that a message describes
 
 
 class InputKind(NamedTuple):
-    """The structure and constants of each argument of a call, and dtype and shape of each tensor."""
+    """The structure of each argument of a call, and dtype and shape of each tensor."""
 
-    # By argument, () if it is left out and its default has tensors; paths in **kwargs begin with the keyword.
+    # By argument, without the parts that have no tensors.
     specs: tuple[tuple[str, Spec], ...]
     tensors: tuple[tuple[torch.dtype, torch.Size], ...]
 
@@ -44,30 +44,31 @@ class InputKind(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundCall:
-    """The arguments of a call, bound to forward's signature, the number of positional ones, the paths of inputs whose
-    rows `rows_first` has moved, those of constants that no graph depends on, for which the values of `like` stand, and
-    those among these that change what forward yields beside tensors."""
+    """The arguments of a call, bound to forward's signature, the number of positional ones, and the paths of inputs
+    whose rows `rows_first` has moved."""
 
     bound: inspect.BoundArguments
     positional: int
     rearranged: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    like: InputKind | None = None
-    beside: frozenset[str] = frozenset()
 
     @cached_property
     def kind(self) -> InputKind:
-        """Return the structure and constants of the arguments, and dtype and shape of each tensor."""
-        known = {} if self.like is None else dict(self.like.specs)
-        merged = {**self.specs, **{n: _merged(self.specs[n], own, self.unread) for n, own in known.items()}}
+        """Return the structure of the arguments, and dtype and shape of each tensor."""
+        specs = []
+        for name, spec in self.specs.items():
+            kept = list[tuple[str, Part]]()
+            for path, part in reversed(spec):  # what is in a container precedes it
+                if part.type is Tensor or path[:2] == "**" or (kept and is_within(kept[-1][0], [path])):
+                    kept.append((path, part))
+            specs.append((name, tuple(reversed(kept))))
         # A nested tensor, which has no shape, is refused later.
         tensors = ((x.dtype, torch.Size() if x.is_nested else x.shape) for x in self.tensors)
-        return InputKind(tuple(merged.items()), tuple(tensors))
+        return InputKind(tuple(specs), tuple(tensors))
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """Return the structure and constants of each argument, as in an `InputKind`, but with the values of this
-        call."""
+        """Return the structure and constants of each argument, () if it is left out and its default has tensors; paths
+        in **kwargs begin with the keyword."""
         specs = {}
         for name, each in self.bound.signature.parameters.items():
             value: Any = self.bound.arguments.get(name)
@@ -81,10 +82,12 @@ class BoundCall:
                 specs[name] = spec_of(value, name)
         return specs
 
-    def parts_in(self, roots: frozenset[str]) -> dict[str, Part]:
-        """Return, by path, the parts of this call's arguments at the paths `roots` and inside of these."""
-        parts = chain.from_iterable(self.specs.values()) if roots else ()
-        return {path: part for path, part in parts if _is_within(path, roots)}
+    @cached_property
+    def constant_parts(self) -> dict[str, Part]:
+        """Return, by path, the parts of the arguments that have no tensors."""
+        with_tensors = {path for _, spec in self.kind.specs for path, _ in spec}
+        parts = chain.from_iterable(self.specs.values())
+        return {path: part for path, part in parts if path not in with_tensors}
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -95,21 +98,6 @@ class BoundCall:
                 named |= named.pop(name)
         parts = (part for name, value in named.items() for part in iterate_parts(value, name))
         return {path: value for path, value, *_ in parts if not tensors_of(value)}
-
-    def changed_constants(self, compiled: InputKind) -> frozenset[str]:
-        """Return the paths of values without tensors that differ from the compiled ones; the empty set, if inputs with
-        tensors differ as well."""
-        if compiled.tensors != self.kind.tensors:
-            return frozenset()
-        roots = set[str]()
-        for (_, old), (_, new) in zip(compiled.specs, self.kind.specs, strict=True):
-            known, found = dict(old), dict(new)
-            changed = [path for path in known | found if known.get(path) != found.get(path)]
-            own = [path for path in changed if not _is_within(path, set(changed) - {path})]
-            if any(part.type is Tensor and _is_within(path, own) for path, part in (*old, *new)):
-                return frozenset()
-            roots.update(own)
-        return frozenset() if any(path.startswith("**") for path in roots) else frozenset(roots)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -182,18 +170,9 @@ class BoundCall:
         return replace(self.with_tensors(found.values()), rearranged=frozenset(moved))
 
 
-def _is_within(path: str, roots: Iterable[str]) -> bool:
+def is_within(path: str, roots: Iterable[str]) -> bool:
     """Return whether a path is one of `roots`, or of a part of one."""
     return any(path == root or path.startswith((f"{root}[", f"{root}.")) for root in roots)
-
-
-def _merged(spec: Spec, compiled: Spec, unread: frozenset[str]) -> Spec:
-    """Return a spec with the compiled parts in place of those that are `unread`."""
-    merged = {}
-    for path, part in spec:
-        is_read = not _is_within(path, unread)
-        merged |= {path: part} if is_read else {p: known for p, known in compiled if _is_within(p, [path])}
-    return tuple(merged.items())
 
 
 class MissingArgument(Error, TypeError):
@@ -360,6 +339,7 @@ class CompiledInputs:
     """The inputs that a plan was compiled for; `positional` as in `BoundCall`."""
 
     kind: InputKind
+    specs: dict[str, Spec]
     positional: int
     counts: Counts
     has_float64: bool
@@ -371,13 +351,14 @@ class CompiledInputs:
         cut = ((dtype, torch.Size([size[0] // n, *size[1:]]) if size else size) for dtype, size in tensors)
         return self.kind._replace(tensors=tuple(cut))
 
-    def check_call(self, call: BoundCall, any_shape: bool = False) -> None:
+    def check_call(self, call: BoundCall, unread: Collection[str], any_shape: bool = False) -> None:
         """Raise BatchError unless `call` has the compiled structure, constants, dtypes and shapes; with
         `any_shape` other shapes and constants, and arguments, items and keys that are left out or added, are
-        accepted. An argument whose default has tensors may be left out or given in any case."""
-        pairs = zip(self.kind.specs, call.kind.specs, strict=True)
-        for index, ((name, compiled), (_, found)) in enumerate(pairs):
-            if not compiled or not found:
+        accepted. An argument whose default has tensors may be left out or given in any case. Values at the paths
+        `unread` do not matter."""
+        for index, (name, compiled) in enumerate(self.specs.items()):
+            found = call.specs[name]
+            if not compiled or not found or name in unread:
                 continue  # another plan has the default
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
@@ -385,7 +366,7 @@ class CompiledInputs:
             if found != compiled and may_be_left_out and not any_shape:
                 counts = (f"{count} arguments" for count in (self.positional, call.positional))
                 _check_equal("Number of positional arguments mismatch", *counts)
-            _check_spec(compiled, dict(found), any_shape)
+            _check_spec(compiled, dict(found), unread, any_shape)
         compiled_tensors = dict(zip(self.kind.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
@@ -402,12 +383,12 @@ class CompiledInputs:
             _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, fix)
 
 
-def _check_spec(compiled: Spec, found: dict[str, Part], any_shape: bool) -> None:
+def _check_spec(compiled: Spec, found: dict[str, Part], unread: Collection[str], any_shape: bool) -> None:
     """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
-    as `any_shape` allows."""
+    as `unread` and `any_shape` allow."""
     for path, expected in compiled:
         part, name = found.get(path), path.lstrip("*")
-        if part is None:  # its container has other keys, or is none
+        if part is None or is_within(path, unread):  # its container has other keys, or is none
             continue
         if any_shape and expected.type is not part.type and (expected.constant or part.constant):
             continue  # one call passes a tensor or container, the other leaves it out, or has a constant

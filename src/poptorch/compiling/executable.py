@@ -39,6 +39,7 @@ from .arguments import (
     CompiledInputs,
     check_written_inputs,
     has_float64_weights,
+    is_within,
     weights_of,
 )
 from .losses import choose_loss
@@ -60,25 +61,28 @@ class RecordedCall:
     template: Template
     call: BoundCall
     forward_line: str
+    # Paths of arguments whose values do not matter, of all recordings of an executor.
+    unread: set[str]
     is_known: bool = False  # whether it yields what an earlier recording of the graph yields
 
     def holds(self, call: BoundCall) -> bool:
-        """Return whether forward would read and yield the same in this call, whose graph is the same."""
-        return self.reads.hold() and (not call.beside or not self._changed_arguments(call))
+        """Return whether forward would read and yield the same in this call, whose tensors have the same kind."""
+        return self.reads.hold() and not self.changed_arguments(call)
 
-    def _changed_arguments(self, call: BoundCall) -> list[str]:
-        """Return, in words, changes of arguments that change only what forward yields beside tensors."""
-        was, now = self.call.parts_in(call.beside), call.parts_in(call.beside)
-        return [
-            f"{path} is {now.get(path, part).constant}, and was {part.constant}"
+    def changed_arguments(self, call: BoundCall) -> dict[str, str]:
+        """Return, by path and in words, the changes of arguments that have no tensors."""
+        was, now = self.call.constant_parts, call.constant_parts
+        return {
+            path: f"{path} is {now.get(path, part).constant}, and was {part.constant}"
             for path, part in was.items()
-            if now.get(path) != part
-        ] or [f"{path} is new" for path in now.keys() - was.keys()]
+            if now.get(path) != part and not is_within(path, self.unread)
+        }
 
     def changes(self, call: BoundCall) -> tuple[str, set[str]]:
         """Return in words what has changed since this recording, and the paths of changed values that forward reads."""
         changed = self.reads.changed()
-        return "; ".join([*map(str, changed), *self._changed_arguments(call)][:3]), {r.path for r in changed}
+        words = [*map(str, changed), *self.changed_arguments(call).values()]
+        return "; ".join(words[:3]), {read.path for read in changed}
 
 
 @dataclass(frozen=True)
@@ -116,17 +120,18 @@ class Executable:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
         return {key: find() for key, find in self.recordings[0].reads.tensors.items()}
 
-    def add_recording(self, new: "Executable") -> bool:
-        """Add the recording of an equal graph. Return whether it yields what an earlier one yields."""
+    def add_recording(self, new: "Executable") -> None:
+        """Add the recording of an equal graph. If it yields what an earlier one yields, arguments that have changed in
+        between do not matter."""
         if self.recordings is new.recordings:
-            return True
+            return
         recording = new.recordings[0]
-        joined = (each.template.joined(recording.template) for each in self.recordings)
-        template = next((each for each in joined if each is not None), None)
-        is_known = template is not None
-        template = template or recording.template
-        self.recordings.appendleft(replace(recording, template=template, is_known=is_known))
-        return is_known
+        for each in self.recordings:
+            if (template := each.template.joined(recording.template)) is not None:
+                recording.unread.update(each.changed_arguments(recording.call))
+                recording = replace(recording, template=template, is_known=True)
+                break
+        self.recordings.appendleft(recording)
 
     def check_recording(self, new: "Executable") -> None:
         """Raise Error if a recording with the same reads has another graph, or yields something else."""
@@ -172,18 +177,31 @@ def compile_model(
     others = [e for e in earlier if e.key == run.key]
     changes = others[-1].changes(run.call) if others else ""
     settings, weights = run.settings(settings), (run.frozen, run.tied)
-    inputs = CompiledInputs(run.call.kind, run.call.positional, run.counts, has_float64_weights(model))
+    call = run.call
+    inputs = CompiledInputs(call.kind, call.specs, call.positional, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
     alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == kind]
     new = next((e for e in alike if e.holds(run.call)), None)
     if new is None:
         new = record_model(model, run, options, settings, earlier)
-    graph = new.graph
+    graph, code = new.graph, new.graph_code()
     for other in others:
-        if other.graph_code() == new.graph_code():
+        if other.graph_code() == code:
             other.add_recording(new)
             return other
-    if len(others) >= _MOST_VALUES:
+    unread = new.recordings[0].unread
+    changed = [other.recordings[0].changed_arguments(call) for other in others]
+    if others and all(changed) and not options.exists("new_shapes"):
+        latest = others[-1].recordings[0]
+        like = replace(run, call=latest.call.with_tensors(call.tensors))
+        # If other values have changed, too, the graph may depend on these alone.
+        if (
+            not latest.reads.changed()
+            or record_model(model, like, options, settings, earlier).graph_code() != code
+        ):
+            others[-1].inputs.check_call(call, unread)
+    unread.clear()  # the new graph may depend on them
+    if changed.count({}) >= _MOST_VALUES:
         raise Error(
             f"there are {_MOST_VALUES} plans for values that forward reads, and one changes again: {changes}\n"
             "  why: each value is a part of a plan, which is compiled for it\n"
@@ -265,9 +283,9 @@ def record_model(
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.returned, anchors, names, forward.note_anchors
     found = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
-    found.recordings.append(
-        RecordedCall(graph.reads, graph.beside.without(graph.reads.dropped), call, forward.line)
-    )
+    template = graph.beside.without(graph.reads.dropped)
+    unread = earlier[0].recordings[0].unread if earlier else set[str]()
+    found.recordings.append(RecordedCall(graph.reads, template, call, forward.line, unread))
     return found
 
 

@@ -92,7 +92,7 @@ class Calls:
         compilation = self._compilation
         if not self._plans.loaded:
             compilation.prepare_first()
-        return compilation.with_free_arguments(arguments.bind(compilation.signature, args, kwargs))
+        return arguments.bind(compilation.signature, args, kwargs)
 
     def split(self, call: arguments.BoundCall) -> list[Run]:
         """Return the runs of a call: one run; with `allowNewShapes` several runs for an incomplete batch."""
@@ -120,10 +120,8 @@ class Calls:
         plan, number = plans.find_plan(run), compilation.count
         if plan is not None:
             compilation.check_recording(plan, run)
-        if plan is None and plans.first is not None and not plans.plans_of(run.key):
-            plan = compilation.plan_for_other_constants(run, plans.first.inputs)
-            if plan is None:
-                plans.first.inputs.check_call(run.call, any_shape=compilation.most_plans > 0)
+        if plan is None and (first := plans.first) is not None and not plans.plans_of(run.key):
+            first.inputs.check_call(run.call, first.recordings[0].unread, compilation.most_plans > 0)
         if plan is None:
             plan = compilation.compile(run)
         elif plan is not before:

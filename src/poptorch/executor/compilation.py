@@ -37,8 +37,7 @@ _EQUAL_RECORDINGS, _MANY_RECORDINGS = 3, 20
 
 
 class Compilation:
-    """The compilation of an executor's model. `unread` are the paths of arguments whose values do not matter, `beside`
-    those of arguments that only change what forward yields beside tensors."""
+    """The compilation of an executor's model."""
 
     def __init__(self, model: WrappedModel, plans: LoadedPlans, link: OptimizerLink) -> None:
         self.model, self.plans, self.link, self.flags = model, plans, link, ModelFlags(model)
@@ -46,7 +45,6 @@ class Compilation:
         self.most_plans: int = options("new_shapes") if options.exists("new_shapes") else 0  # 0: fixed shapes
         self.is_offline = options.connection_type == ConnectionType.Never
         self.signature = inspect.signature(model.user.forward)
-        self.unread = self.beside = frozenset[str]()
         self.count = 0  # of compiled plans, dropped ones included
         self.calls = 0  # runs of plans
         self._recordings = 0  # with the graph of an earlier one, which yield something else beside tensors
@@ -147,39 +145,7 @@ class Compilation:
             plan.executable.check_recording(new)
         except Error:
             self.plans.clear_plans()
-            self.unread = self.beside = frozenset()
             raise
-
-    def plan_for_other_constants(self, run: Run, compiled: arguments.CompiledInputs) -> LoadedPlan | None:
-        """Record a call again whose arguments without tensors have other values than at the compilation. If the graph
-        is equal, return its plan; if forward yields the same beside tensors, too, compare these values no more. Return
-        None for another graph."""
-        changed = run.call.changed_constants(compiled.kind)
-        if not changed:
-            return None
-        like = replace(run.call, unread=run.call.unread | changed, like=compiled.kind)
-        plans, options = self.plans.plans_of(replace(run, call=like).key), self.model.options
-        settings, earlier = self.settings_of(run, options), [plan.executable for plan in plans]
-        with self.flags.as_compiled(), contextlib.suppress(Error):
-            new = record_model(self.model.user, run, options, settings, earlier)
-            for plan in plans:
-                if plan.executable.graph_code() == new.graph_code():
-                    names = listed(sorted(changed))
-                    logger.info("recorded again, with an equal graph, for other values of %s", names)
-                    new.recordings[0].reads.drop(self._ignored)
-                    if plan.executable.add_recording(new):
-                        self.unread |= changed
-                    else:
-                        self.beside |= changed
-                    return plan
-        return None
-
-    def with_free_arguments(self, call: arguments.BoundCall) -> arguments.BoundCall:
-        """Return a call for which the values of arguments count that no graph depends on as those of the first plan."""
-        if not (free := self.unread | self.beside):
-            return call
-        first = self.plans.first
-        return replace(call, unread=free, beside=self.beside, like=first and first.inputs.kind)
 
     def _make_reporter(self, number: int) -> Reporter | None:
         """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
@@ -229,7 +195,6 @@ class Compilation:
         """Free devices and plans; the next call compiles again."""
         self.plans.clear_plans()
         self.plans.has_file_state = False
-        self.unread = self.beside = frozenset()
         self.link.release_optimizer()
         if self._return_hook is not None:
             self._return_hook = self._return_hook.remove()
