@@ -37,8 +37,8 @@ from .recording.current_capture import (
 from .recording.float_types import call_with_matching_types
 from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
-from .recording.leftovers import StoredValue, attributes_restored, check_none_left, fake_tensors_in
-from .recording.noting import Noting, Shelf, shelves_restored, stored_in
+from .recording.leftovers import Shelves, StoredValue, check_none_left, fake_tensors_in
+from .recording.noting import Noting
 from .recording.reads import MISSING, Read, Reads, fingerprint, hooks_reader
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
@@ -73,11 +73,11 @@ def capture(
     Raises: CaptureError, if forward can't be traced, or in training has not exactly one final loss
     """
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-    shelves: dict[int, Shelf] = {}
+    shelves = Shelves(module)
     record = partial(
         _record, module, forward, samples, fake, training, device, given, beside, arguments, shelves
     )
-    with attributes_restored(module), shelves_restored(shelves):
+    with shelves.restored():
         found = first = record({})
         if first.changed or first.reshaped:
             found, dropped = _record_again(first, record)
@@ -127,7 +127,7 @@ def _record(
     given: str,
     beside: Callable[[], Any],
     arguments: Sequence[tuple[Any, str]],
-    shelves: dict[int, Shelf],
+    shelves: Shelves,
     reshaped: Mapping[str, Tensor],
     constant: Container[str] = (),
 ) -> _RecordedForward:
@@ -170,7 +170,7 @@ def _record(
         reads.all.append(Read("a hook of a parameter", hooks))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
-    stored = [*fake_tensors_in(module), *stored_in(shelves)] if changed else []
+    stored = [*fake_tensors_in(module), *shelves.stored_elsewhere()] if changed else []
     left = [(each, recorder.value_of(each.value)) for each in stored]
     made = [(buffer, recorder.value_of(buffer.value)) for buffer in stand_ins.made]
     results: list[tuple[Key, str, fx.Node]] = [

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -84,15 +84,76 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
         yield from [StoredValue(f"{path}.{name}", child, put) for name, child in value.named_children()]
 
 
-@contextlib.contextmanager
-def attributes_restored(module: nn.Module) -> Iterator[None]:
-    """Run a forward, then undo its assignments of values that contain fake tensors to attributes of modules: with a
-    warning if there was another value, except in weight normalization."""
-    before = [(child, dict(vars(child))) for child in module.modules()]
-    try:
-        yield
-    finally:
-        _restore_attributes(before)
+class Shelf(NamedTuple):
+    """Attributes or globals that forward may set: the class or dictionary that has them, their values of now and before
+    forward by name, a path for messages, and the names of parameters, from which layers may compute attributes."""
+
+    owner: Any
+    values: Mapping[str, Any]
+    before: dict[str, Any]
+    path: str
+    parameters: Collection[str] | None = None  # None: outside of the module that is recorded
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a value."""
+        if isinstance(self.owner, type):
+            setattr(self.owner, name, value)
+        else:
+            self.owner[name] = value
+
+    def restore(self) -> list[str]:
+        """Undo assignments of values that contain fake tensors. Return the paths of those that replaced a value, except
+        in weight normalization."""
+        undone = []
+        for name, value in [*self.values.items()]:
+            if self.before.get(name) is value or not fake_tensors_in(value):
+                continue
+            if name in self.before:
+                self.put(name, self.before[name])
+            elif isinstance(self.owner, type):
+                delattr(self.owner, name)
+            else:
+                del self.owner[name]
+            # Reparametrizations compute `weight` from `weight_g` and `weight_v`, or `weight_orig`.
+            is_computed = any(parameter.startswith(f"{name}_") for parameter in self.parameters or ())
+            if self.parameters is None or (name in self.before and not is_computed):
+                undone.append(f"{self.path}.{name}")
+        return undone
+
+
+class Shelves(dict[int, Shelf]):
+    """What forward may set: the attributes of a module's layers, and what is added; by id of the owner."""
+
+    def __init__(self, module: nn.Module) -> None:
+        for child in module.modules():
+            self.add(vars(child), vars(child), type(child).__name__, child._parameters)
+
+    def add(self, owner: Any, values: Mapping[str, Any], path: str, parameters: Any = None) -> None:
+        """Note what is there now, unless it is known."""
+        self.setdefault(id(owner), Shelf(owner, values, dict(values), path, parameters))
+
+    def stored_elsewhere(self) -> list[StoredValue]:
+        """Return the fake tensors that forward has set as globals, or attributes of classes or of other models."""
+        return [
+            StoredValue(f"{shelf.path}.{name}", value, partial(shelf.put, name), is_elsewhere=True)
+            for shelf in self.values()
+            if shelf.parameters is None
+            for name, value in shelf.values.items()
+            if isinstance(value, FakeTensor)
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a forward, then undo its assignments of values that contain fake tensors, with a warning."""
+        try:
+            yield
+        finally:
+            if undone := [path for shelf in self.values() for path in shelf.restore()]:
+                logger.warning(
+                    "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
+                    " is as it was before; return the tensor from forward, if the program needs it",
+                    ", ".join(undone),
+                )
 
 
 def check_none_left(module: nn.Module, others: Iterable[tuple[Any, str]]) -> None:
@@ -107,29 +168,4 @@ def check_none_left(module: nn.Module, others: Iterable[tuple[Any, str]]) -> Non
             "  fix: return the tensor from forward; keep a running value in a buffer (`register_buffer`), and"
             " write into it; or forget it at the end of forward (`self.name = None`); update a metric (torchmetrics)"
             " after the call, with what it returns"
-        )
-
-
-def _restore_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    undone = []
-    for child, attributes in before:
-        for name, value in list(vars(child).items()):
-            if attributes.get(name) is value or not fake_tensors_in(value):
-                continue
-            del vars(child)[name]
-            if name in attributes:
-                vars(child)[name] = attributes[name]
-                # Reparametrizations compute `weight` from `weight_g` and `weight_v`, or `weight_orig`.
-                if not any(parameter.startswith(f"{name}_") for parameter in child._parameters):
-                    undone.append(f"{type(child).__name__}.{name}")
-    warn_of_restored(undone)
-
-
-def warn_of_restored(paths: Sequence[str]) -> None:
-    """Log a warning of attributes and globals that forward has set to fake tensors, and that are put back."""
-    if paths:
-        logger.warning(
-            "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
-            " is as it was before; return the tensor from forward, if the program needs it",
-            ", ".join(paths),
         )

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ...torch_private import FakeTensor
 from .current_capture import Capture, active
 from .draws import Draws
 from .graph_recorder import CaptureRecorder
-from .leftovers import StoredValue, warn_of_restored
+from .leftovers import Shelves
 from .reads import MISSING, Read, Reads, flat_items, layout_of, same_items
 from .user_code import (
     PANDO,
@@ -70,56 +70,12 @@ def _dictionary_of(value: Any) -> dict[str, Any]:
     return object.__getattribute__(value, "__dict__")
 
 
-class Shelf(NamedTuple):
-    """Attributes or globals that forward may set: the class or dictionary that has them, the values by name of now and
-    before forward, and a path."""
-
-    owner: Any
-    values: Any
-    before: dict[str, Any]
-    path: str
-
-    def fake_tensors(self) -> list[StoredValue]:
-        put = partial(setattr, self.owner) if isinstance(self.owner, type) else self.owner.__setitem__
-        return [
-            StoredValue(f"{self.path}.{name}", value, partial(put, name), is_elsewhere=True)
-            for name, value in self.values.items()
-            if isinstance(value, FakeTensor)
-        ]
-
-    def restore(self) -> None:
-        for path, _, put, _ in self.fake_tensors():
-            name = path.rpartition(".")[2]
-            if name in self.before:
-                put(self.before[name])
-            elif isinstance(self.owner, type):
-                delattr(self.owner, name)
-            else:
-                del self.owner[name]
-
-
-def stored_in(shelves: dict[int, Shelf]) -> list[StoredValue]:
-    """Return the fake tensors that forward has set as globals, or attributes of classes or of other models."""
-    return [stored for shelf in shelves.values() for stored in shelf.fake_tensors()]
-
-
-@contextlib.contextmanager
-def shelves_restored(shelves: dict[int, Shelf]) -> Iterator[None]:
-    """Run the body, and put back what was in the place of the fake tensors, with a warning."""
-    try:
-        yield
-    finally:
-        warn_of_restored([stored.path for stored in stored_in(shelves)])
-        for shelf in shelves.values():
-            shelf.restore()
-
-
 class Noting(TorchFunctionMode):
     """A function mode that notes the reads of a forward. torch's own functions read nothing of the user's, and run
     without the profile function that sees which functions are called."""
 
-    def __init__(self, module: nn.Module, shelves: dict[int, Shelf]) -> None:
-        """`shelves`: by id of the owner, attributes and globals that forward may set, to which more are added."""
+    def __init__(self, module: nn.Module, shelves: Shelves) -> None:
+        """`shelves` gets the globals, and the attributes of classes and of other modules, that forward may set."""
         super().__init__()
         self._shelves = shelves
         self.reads = Reads()
@@ -240,10 +196,6 @@ class Noting(TorchFunctionMode):
 
     # ---- attributes ----------------------------------------------------------------------------------------
 
-    def _keep(self, owner: Any, values: Any, path: str) -> None:
-        if id(owner) not in self._shelves:
-            self._shelves[id(owner)] = Shelf(owner, values, dict(values), path)
-
     def is_noting(self) -> bool:
         """Return whether the calling code runs in the forward that is recorded."""
         return active.get() is self._capture
@@ -268,7 +220,7 @@ class Noting(TorchFunctionMode):
         if isinstance(owner, nn.Module) and id(owner) not in self._layers:
             path = type(owner).__name__
             for shelf in (vars(owner), owner._parameters, owner._buffers):
-                self._keep(shelf, shelf, path)
+                self._shelves.add(shelf, shelf, path)
         if (known := self._known.get(id(owner))) is not None:
             is_read = (id(owner), name) in self._done
             if is_read and isinstance(owner, nn.Module) and vars(owner).get(name, MISSING) is value:
@@ -349,7 +301,7 @@ class Noting(TorchFunctionMode):
             names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
             self._classes[kind] = names
             for base in own:
-                self._keep(base, vars(base), base.__name__)
+                self._shelves.add(base, vars(base), base.__name__)
             self._note_class(kind, names & self._names)
 
     # ---- values --------------------------------------------------------------------------------------------
@@ -449,7 +401,7 @@ class Noting(TorchFunctionMode):
         if code in self._ran:
             return
         self._ran[code] = None
-        self._keep(scope, scope, str(scope.get("__name__")))
+        self._shelves.add(scope, scope, str(scope.get("__name__")))
         self._note_names(scope, globals_in(code))
         new = names_in(code) - self._names
         self._names |= new
