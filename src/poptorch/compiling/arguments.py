@@ -84,9 +84,10 @@ class BoundCall:
 
     @cached_property
     def constant_parts(self) -> dict[str, Part]:
-        """Return, by path, the parts of the arguments that have no tensors."""
+        """Return, by path, the parts of the arguments that have no tensors, and an empty one of each that is left out
+        and has a default with tensors."""
         with_tensors = {path for _, spec in self.kind.specs for path, _ in spec}
-        parts = chain.from_iterable(self.specs.values())
+        parts = chain.from_iterable(spec or ((name, Part(type(None))),) for name, spec in self.specs.items())
         return {path: part for path, part in parts if path not in with_tensors}
 
     @cached_property

@@ -207,12 +207,6 @@ class Noting(TorchFunctionMode):
             return
         if name[:2] != "__":
             self._note_attribute(owner, name, value, is_plain, *known[1:])
-        # Of modules torch reads it often.
-        elif name == "__dict__" and (
-            not isinstance(owner, nn.Module) or is_users(sys._getframe(2).f_code.co_filename)
-        ):
-            self._done.add((id(owner), name))
-            self._note_items(value, *known[1:], _dictionary_of, ".")
 
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
@@ -277,27 +271,23 @@ class Noting(TorchFunctionMode):
             self._add(note(getattr, owner, name, locate=_itself))
 
     def _note_class(self, kind: type, names: Iterable[str]) -> Any:
-        """Note these attributes of a class and its bases, and return the last one that is found, or MISSING."""
+        """Note these attributes of a class and its bases, also for `super()`; return the value of the last one, or
+        MISSING."""
         found = MISSING
         for name in names:
-            for base in kind.__mro__:
-                if base in (nn.Module, object):
-                    break
+            found = MISSING
+            for base in _users_bases(kind):
                 own = vars(base)
                 if (id(base), name) not in self._done:
                     self._done.add((id(base), name))
                     self._add(Read(f"{kind.__name__}.{name}", types.MappingProxyType.get, own, name, MISSING))
-                if name in own:
-                    found = own[name]
-                    break
+                found = own.get(name, MISSING) if found is MISSING else found
         return found
 
     def _note_class_value(self, kind: type) -> None:
         """Note the attributes of a class that functions name, which have run or will run."""
         if kind not in self._classes and not is_opaque(kind):
-            own = kind.__mro__[
-                : next(n for n, base in enumerate(kind.__mro__) if base in (nn.Module, object))
-            ]
+            own = _users_bases(kind)
             names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
             self._classes[kind] = names
             for base in own:
@@ -463,6 +453,11 @@ class Noting(TorchFunctionMode):
             if hasattr(value, name):
                 path = f"{value.__name__}.{name}" if read is None else f"{read.path}.{name}"
                 self._add(Read(path, getattr, value, name, parent=read, locate=_itself))
+
+
+def _users_bases(kind: type) -> list[type]:
+    """Return a class and its bases, without nn.Module and object."""
+    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
 
 
 def _is_without_weights(layer: nn.Module) -> bool:

@@ -149,41 +149,33 @@ _GET_ITEM = {dict.get, MappingProxyType.get, *(kind.__getitem__ for kind in _PLA
 
 def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     """Return a function that compares values by identity, in loops of C."""
-    groups: defaultdict[Any, list[Read]] = defaultdict(list)
-    items: list[tuple[Any, Any, Any]] = []
+    viewed, absent, empty = list[Read](), list[Any](), list[Any]()
+    groups: defaultdict[Any, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))  # arguments, values
     for read in reads:
-        if read.get in _GET_ITEM and type(read.args[0]) in _PLAIN_CONTAINERS and read.view is None:
-            items.append((read.args[0], read.args[1], read.value))
+        get, args = read.get, read.args
+        is_item = get in _GET_ITEM and type(args[0]) in _PLAIN_CONTAINERS
+        if read.view is not None:
+            viewed.append(read)
+        elif is_item and read.value is MISSING:
+            absent.append(args[:2])
+        elif get is len and not read.value:
+            empty.append(args[0])
         else:
-            groups[None if read.view is not None else read.get].append(read)
-    viewed, keyed, typed = groups.pop(None, ()), groups.pop(tuple, ()), groups.pop(type, ())
-    found = [(owner, key) for owner, key, value in items if value is not MISSING]
-    values = [value for _, _, value in items if value is not MISSING]
-    absent = [(owner, key) for owner, key, value in items if value is MISSING]
-    sized = {id(read.args[0]): read for read in groups.pop(len, ())}.values()
-    empty = [read.args[0] for read in sized if read.value == 0]
-    filled, lengths = [r.args[0] for r in sized if r.value], [r.value for r in sized if r.value]
-    keys, owners = [read.value for read in keyed], [read.args[0] for read in keyed]
-    objects, classes = [read.args[0] for read in typed], [read.value for read in typed]
-    others = [(get, [r.args for r in group], [r.value for r in group]) for get, group in groups.items()]
+            of_group = groups[operator.getitem if is_item else get]
+            of_group[0].append(args[:2] if is_item else args)
+            of_group[1].append(read.value)
+    compared = [
+        (operator.eq if get in (len, tuple) else operator.is_, get, *of_group)
+        for get, of_group in groups.items()
+    ]
 
     def is_same() -> bool:
         try:
-            for get, args, known in others:
-                if not all(map(operator.is_, starmap(get, args), known)):
-                    return False
             return (
-                all(map(operator.is_, starmap(operator.getitem, found), values))
-                and all(map(operator.is_, map(type, objects), classes))
+                all(all(map(same, starmap(get, args), values)) for same, get, args, values in compared)
                 and not any(starmap(operator.contains, absent))
                 and not any(empty)
-                and [*map(len, filled)] == lengths
-                and all(map(operator.eq, map(tuple, owners), keys))
-                and all(
-                    now is read.value or are_same(read.value, now)
-                    for read in viewed
-                    for now in (read.present(),)
-                )
+                and all(are_same(read.value, read.present()) for read in viewed)
             )
         except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
             return False
