@@ -25,7 +25,7 @@ from .current_capture import Capture, active
 from .draws import Draws
 from .graph_recorder import CaptureRecorder
 from .leftovers import Shelves
-from .reads import MISSING, Read, Reads, flat_items, layout_of, same_items
+from .reads import MISSING, Read, Reads, layout_of
 from .user_code import (
     PANDO,
     WHOLE,
@@ -53,9 +53,8 @@ _VIEWS: dict[type, Callable[[Any], Any]] = {kind: bytes for kind in (bytearray, 
 _VIEWS |= {set: frozenset, numpy.ndarray: numpy.copy}
 _CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
 _HELD = (*_CONTAINERS, types.SimpleNamespace)  # of which all items are noted
-_OF_ITEMS = {len, tuple, same_items, *(kind.__getitem__ for kind in _CONTAINERS)}
+_OF_ITEMS = {len, tuple, *(kind.__getitem__ for kind in _CONTAINERS)}
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType)
-_MOST_ITEMS = 1000  # of a container; above it, plain items are compared as a whole
 
 
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
@@ -111,6 +110,8 @@ class Noting(TorchFunctionMode):
             self.note_functions(hook for hook, _ in capture.stand_ins.hooks)
             for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
                 self._note_items(vars(real), name, None, dot=".")
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks") if capture.training else ():
+                    self._add(Read(f"a hook of {name}", getattr, real, hooks))
             self._on_event = self._note_event if profiles else None
             with self:
                 sys.setprofile(self._on_event) if profiles else None
@@ -175,14 +176,11 @@ class Noting(TorchFunctionMode):
                 kept.append(read)
             elif read.get is dict.__getitem__:
                 (kept.append if read.args[1] in used else unused.add)(read)
-            else:  # of all items: in place of it, the used ones that have no read
-                flat, is_flat = (read.args[1], True) if read.get is same_items else ([], False)
-                before = dict(zip(flat[: len(flat) // 2], flat[len(flat) // 2 :], strict=True))
-                absent = used.difference(read.value if read.get is tuple else ())
+            else:  # in place of all keys, the used ones that were absent
                 part = partial(Read, parent=read.parent, locate=read.locate)
-                for key in used & before.keys() if is_flat else absent:
+                for key in used.difference(read.value if read.get is tuple else ()):
                     kept.append(part(f"{read.path}[{key!r}]", dict.get, read.args[0], key, MISSING))
-                    kept[-1].value = before.get(key, MISSING)
+                    kept[-1].value = MISSING
         self.reads.all, self._tensors = kept, [read for read in self._tensors if read not in unused]
 
     def containers(self) -> list[tuple[Any, str]]:
@@ -207,6 +205,9 @@ class Noting(TorchFunctionMode):
             return
         if name[:2] != "__":
             self._note_attribute(owner, name, value, is_plain, *known[1:])
+        elif name == "__dict__" and not isinstance(owner, nn.Module):  # of modules torch reads it often
+            self._done.add((id(owner), name))
+            self._note_items(value, *known[1:], _dictionary_of, ".")
 
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
@@ -310,6 +311,8 @@ class Noting(TorchFunctionMode):
             self._note_class_value(value)
         elif isinstance(value, Tensor):
             self._tensors.append(read)
+            if vars(value):
+                self._note_items(vars(value), read.path, read, vars, ".")
         elif id(value) not in self._known:
             self._known[id(value)] = value, read.path, read
             self._look_into(value, read)
@@ -330,6 +333,8 @@ class Noting(TorchFunctionMode):
             self._note_items(value, read.path, read)
         elif isinstance(value, types.FunctionType):
             self._meet_function(value)
+            if vars(value):
+                self._note_items(vars(value), read.path, read, vars, ".")
         elif isinstance(value, _WRAPPERS):
             self._note_parts(value, read)
             if isinstance(value, _CACHED):  # it may know its result, and not run
@@ -359,13 +364,8 @@ class Noting(TorchFunctionMode):
         kinds = (kind for kind in _CONTAINERS if isinstance(container, kind))
         base: Any = next(kinds)  # a subclass may make its items at each access
         items = base.items(container) if mapping else enumerate(base.__iter__(container))
-        skipped = ()
-        if len(container) > _MOST_ITEMS:
-            skipped = _PLAIN
-            flat = flat_items(container)
-            self.reads.all.append(part(same_items, container, flat, {*map(type, flat)}))
-        for key, item in items:
-            if not isinstance(item, skipped) and not (dot and key in _NOT_NOTED):
+        for key, _ in items:
+            if not (dot and key in _NOT_NOTED):
                 name = f"{path}.{key}".lstrip(".") if dot else f"{path}[{key!r}]"
                 self._add(Read(name, base.__getitem__, container, key, parent=parent, locate=locate))
 
@@ -445,8 +445,6 @@ class Noting(TorchFunctionMode):
             )
             if variable.value is not MISSING:  # bound
                 self._add(variable)
-        if vars(function):
-            self._note_items(vars(function), function.__name__, read, vars, ".")
 
     def _note_parts(self, value: Any, read: Read | None) -> None:
         for name in _PARTS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from itertools import starmap
 from types import CodeType, MappingProxyType, MethodType
 from typing import Any
@@ -71,8 +71,6 @@ class Read:
             return MISSING
 
     def __str__(self) -> str:
-        if self.get is same_items:
-            return f"the items of {self.path} have changed"
         words = {len: "the number of items of ", tuple: "the keys of ", type: "the class of "}.get(
             self.get, ""
         )
@@ -181,33 +179,6 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
             return False
 
     return is_same
-
-
-def same_items(container: Any, items: list[Any], kinds: set[type]) -> bool:
-    """Return whether a large container has these items, of these classes; those of a dictionary are its keys and
-    values."""
-    now = flat_items(container)
-    return now == items and (
-        kinds == {str} or all(map(operator.is_, now, items)) or all(map(are_same, items, now))
-    )
-
-
-def flat_items(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
-
-
-def hooks_reader(tensors: Mapping[str, Tensor]) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that returns (name, hook) of each present gradient hook of these tensors."""
-    kinds = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
-
-    def present_hooks() -> tuple[Any, ...]:
-        shelves = [*map(kinds[0], tensors.values()), *map(kinds[1], tensors.values())]
-        if not any(shelves):
-            return ()
-        found = zip((*tensors, *tensors), shelves, strict=True)
-        return tuple((name, hook) for name, hooks in found if hooks for hook in hooks.values())
-
-    return present_hooks
 
 
 def layout_of(value: Any) -> Any:
