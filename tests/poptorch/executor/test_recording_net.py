@@ -24,6 +24,7 @@ VARIABLE = ContextVar("scale", default=2.0)
 LOCAL, HELD = threading.local(), argparse.Namespace(scale=2.0)
 WEAK = weakref.ref(HELD)
 SCALE = 2.0
+TENSOR, LAYER = torch.ones(1), nn.Identity()
 CONFIG = configparser.ConfigParser()
 CONFIG["model"] = {"scale": "2.0"}
 
@@ -61,6 +62,8 @@ PLACES = {
     "context variable": (lambda: VARIABLE.get(), lambda path: VARIABLE.set(5.0)),
     "thread local": (lambda: LOCAL.scale, lambda path: setattr(LOCAL, "scale", 5.0)),
     "weak reference": (lambda: WEAK().scale, lambda path: setattr(HELD, "scale", 5.0)),
+    "requires_grad": (lambda: 1.0 + TENSOR.requires_grad, lambda path: TENSOR.requires_grad_()),
+    "vars() of a layer": (lambda: vars(LAYER)["scale"], lambda path: setattr(LAYER, "scale", 5.0)),
     "global by its name": (lambda: globals()["SCA" + "LE"], lambda path: globals().update(SCALE=5.0)),
     "ConfigParser": (lambda: CONFIG["model"]["scale"], lambda path: CONFIG.set("model", "scale", "5.0")),
 }
@@ -75,6 +78,8 @@ def places_as_before(tmp_path, monkeypatch):
     monkeypatch.setenv("PANDO_TEST_SCALE", "2")
     VARIABLE.set(2.0)
     SHARED.value = LOCAL.scale = HELD.scale = 2.0
+    LAYER.scale = 2.0
+    TENSOR.requires_grad_(False)
     globals().update(SCALE=2.0)
     CONFIG.set("model", "scale", "2.0")
     return path

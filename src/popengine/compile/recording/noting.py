@@ -334,7 +334,7 @@ class Noting(TorchFunctionMode):
         elif isinstance(value, types.FunctionType):
             self._meet_function(value)
             if vars(value):
-                self._note_items(vars(value), read.path, read, vars, ".")
+                self._note_items(vars(value), value.__name__, read, vars, ".")
         elif isinstance(value, _WRAPPERS):
             self._note_parts(value, read)
             if isinstance(value, _CACHED):  # it may know its result, and not run
