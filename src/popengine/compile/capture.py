@@ -34,12 +34,13 @@ from .recording.current_capture import (
     interrupts_delayed,
     tracing_settings,
 )
+from .recording.fingerprint import fingerprint
 from .recording.float_types import call_with_matching_types
 from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import Shelves, StoredValue, check_none_left, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import MISSING, Read, Reads, fingerprint
+from .recording.reads import MISSING, Read, Reads
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line

@@ -17,9 +17,10 @@ from popengine.compile.capture import capture
 from popengine.compile.partition import visits_with_operations
 from popengine.compile.placement import sharded_if_too_few_micro_batches
 from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.fingerprint import fingerprint, graph_lines
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
-from popengine.compile.recording.reads import Reads, fingerprint, graph_lines
+from popengine.compile.recording.reads import Reads
 from popengine.compile.rewriting.memory_layout import in_wanted_layout, with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error

@@ -198,13 +198,13 @@ class Noting(TorchFunctionMode):
         """Return whether the calling code runs in the forward that is recorded."""
         return active.get() is self._capture
 
-    def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
-        """Note that an attribute is `value`. `is_plain`: the class has no `__getattribute__` of its own."""
+    def after_read(self, owner: Any, name: str, value: Any) -> None:
+        """Note that an attribute is `value`."""
         known = self._known.get(id(owner))
         if known is None or name in _NOT_NOTED or (id(owner), name) in self._done:
             return
         if name[:2] != "__":
-            self._note_attribute(owner, name, value, is_plain, *known[1:])
+            self._note_attribute(owner, name, value, *known[1:])
         elif name == "__dict__" and not isinstance(owner, nn.Module):  # of modules torch reads it often
             self._done.add((id(owner), name))
             self._note_items(value, *known[1:], _dictionary_of, ".")
@@ -237,9 +237,7 @@ class Noting(TorchFunctionMode):
             self._undo.callback(setattr, module, "__class__", types.ModuleType)
         watch_class(type(module), self, self._undo)
 
-    def _note_attribute(
-        self, owner: Any, name: str, value: Any, is_plain: bool, path: str, parent: Read | None
-    ) -> None:
+    def _note_attribute(self, owner: Any, name: str, value: Any, path: str, parent: Read | None) -> None:
         """Note an attribute that was neither read nor written before."""
         if package_of(value) in PANDO or isinstance(value, FakeTensor):
             return
@@ -250,24 +248,20 @@ class Noting(TorchFunctionMode):
         if (id(owner), type) not in self._done and not isinstance(owner, types.ModuleType):
             self._done.add((id(owner), type))
             self.reads.all.append(Read(path or "the model", type, owner, parent=parent, locate=_itself))
-        shelves: list[Callable[[Any], Any]] = []
+        shelves = ()
         with contextlib.suppress(AttributeError):  # it has slots
             own = _dictionary_of(owner)
             if name in _HOOKS and not own.get(name, True):  # of most layers; the dictionary is never replaced
                 self.reads.all.append(note(len, own[name], locate=lambda m: vars(m)[name]))
                 return
-            shelves = [_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ())]
-        found = [locate for locate in shelves if name in locate(owner)][:1]
-        shelves = found or (shelves if value is MISSING else shelves[:1])
+            shelves = (_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ()))
         in_class = self._note_class(type(owner), {name})
-        if not hasattr(in_class, "__get__") and not (is_plain and in_class is value):
-            in_class = MISSING
-        if value is MISSING or not hasattr(in_class, "__set__"):
-            for locate in shelves:
-                self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
-                if name in locate(owner):
-                    return
-        if value is not MISSING and (in_class is MISSING or isinstance(in_class, types.MemberDescriptorType)):
+        for locate in shelves:
+            self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
+            if name in locate(owner):
+                return
+        is_slot = isinstance(in_class, types.MemberDescriptorType)
+        if value is not MISSING and in_class is not value and (is_slot or not hasattr(in_class, "__get__")):
             # From a slot, or by a `__getattribute__` of its own.
             self._add(note(getattr, owner, name, locate=_itself))
 
@@ -288,12 +282,13 @@ class Noting(TorchFunctionMode):
     def _note_class_value(self, kind: type) -> None:
         """Note the attributes of a class that functions name, which have run or will run."""
         if kind not in self._classes and not is_opaque(kind):
-            own = _users_bases(kind)
-            names = frozenset(name for base in own for name in vars(base) if not name.startswith("__"))
-            self._classes[kind] = names
-            for base in own:
+            own: dict[str, Any] = {}
+            for base in _users_bases(kind):
                 self._shelves.add(base, vars(base), base.__name__)
-            self._note_class(kind, names & self._names)
+                own |= vars(base)
+            self._classes[kind] = names = frozenset(name for name in own if name[:2] != "__")
+            called = {name for name in own.keys() - names if isinstance(own[name], types.FunctionType)}
+            self._note_class(kind, called | names & self._names)
 
     # ---- values --------------------------------------------------------------------------------------------
 
@@ -397,7 +392,7 @@ class Noting(TorchFunctionMode):
         self._names |= new
         for known, own in list(self._classes.items()):
             self._note_class(known, new & own)
-        for function in self._functions.get(code) or _methods_with(code, kind):
+        for function in self._functions.get(code, ()):
             self._note_function_parts(function)
 
     def note_functions(self, functions: Iterable[Any], kind: type = NoneType) -> None:
@@ -461,14 +456,3 @@ def _users_bases(kind: type) -> list[type]:
 def _is_without_weights(layer: nn.Module) -> bool:
     own = _dictionary_of(layer)
     return not (own["_modules"] or own["_parameters"] or own["_buffers"])
-
-
-def _methods_with(code: types.CodeType, kind: type) -> Iterator[types.FunctionType]:
-    """Yield the methods of a class that run a code; the functions that wrap them do not count."""
-    for base in kind.__mro__:
-        method = vars(base).get(code.co_name)
-        method = getattr(method, "fget", getattr(method, "__func__", method))
-        while method is not None:
-            if getattr(method, "__code__", None) is code:
-                yield method
-            method = getattr(method, "__wrapped__", None)

@@ -120,7 +120,7 @@ class Normed(Classifier):
         (
             SkipsSteps,
             [],
-            r"test_hooks\.py:\d+: `optimizer_step` calls the closure and skips `optimizer\.step`",
+            r"test_hooks_of_callbacks\.py:\d+: `optimizer_step` calls the closure and skips `optimizer\.step`",
         ),
         (WritesBeforeZeroGrad, [], "`on_before_zero_grad` writes into parameters"),
         (
