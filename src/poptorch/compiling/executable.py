@@ -286,6 +286,7 @@ def record_model(
     found = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
     template = graph.beside.without(graph.reads.dropped)
     unread = earlier[0].recordings[0].unread if earlier else set[str]()
+    call = call.with_tensors(tensor.to("meta") for tensor in call.tensors)  # the recording holds no batch
     found.recordings.append(RecordedCall(graph.reads, template, call, forward.line, unread))
     return found
 

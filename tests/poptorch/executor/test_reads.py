@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -781,6 +782,14 @@ def test_an_argument_and_an_attribute_may_change_before_the_same_call():
     model.scale = 7.0
     with pytest.raises(poptorch.Error, match="mismatch"):
         executor(X, "d", 2, uses_power=True)
+
+
+def test_an_executor_keeps_no_batch():
+    executor, batch = poptorch.inferenceModel(Named(), options()), {"x": X.clone(), "name": "a"}
+    kept = weakref.ref(batch["x"])
+    executor(batch)
+    del batch
+    assert kept() is None
 
 
 def test_an_array_that_changes_is_told_to_be_a_tensor():
