@@ -54,16 +54,26 @@ def make_options(strategy: Any, training: bool) -> poptorch.Options:
     return options
 
 
+_FIXED_ACCUMULATION = (
+    "IPUStrategy does not support `accumulate_grad_batches` changing between epochs: it is compiled in. Use"
+    " Trainer(accumulate_grad_batches=n)."
+)
+
+
 def reading_accumulation(undo: ExitStack, trainer: Any, package: str) -> None:
     """Let Lightning's loops read 1 as `trainer.accumulate_grad_batches` until `undo` is closed, because the executor
-    accumulates; the program reads the given value."""
+    accumulates; the program reads the given value, and setting another one raises RuntimeError."""
     given, kind = trainer.accumulate_grad_batches, type(trainer)
 
     def read(trainer: Any) -> int:
         is_lightning = str(sys._getframe(1).f_globals.get("__name__")).startswith(f"{package}.")
         return 1 if is_lightning else given
 
-    trainer.__class__ = type(kind.__name__, (kind,), {"accumulate_grad_batches": property(read)})
+    def write(trainer: Any, value: int) -> None:
+        if value != given:
+            raise RuntimeError(_FIXED_ACCUMULATION)
+
+    trainer.__class__ = type(kind.__name__, (kind,), {"accumulate_grad_batches": property(read, write)})
     undo.callback(setattr, trainer, "__class__", kind)
 
 
@@ -98,10 +108,7 @@ def check_before_setup(strategy: Any, trainer: Any, is_fit: bool) -> None:
         c for c in trainer.callbacks if isinstance(c, scheduler) and set(c.scheduling.values()) != {1}
     ]
     if changing or isinstance(trainer.accumulate_grad_batches, dict):
-        raise RuntimeError(
-            "IPUStrategy does not support `accumulate_grad_batches` changing between epochs: it is compiled in. Use"
-            " Trainer(accumulate_grad_batches=n)."
-        )
+        raise RuntimeError(_FIXED_ACCUMULATION)
     averaging = lightning.import_object("callbacks.StochasticWeightAveraging")
     if any(isinstance(c, averaging) for c in trainer.callbacks) and averaging.pl_module_contains_batch_norm(
         module

@@ -78,6 +78,11 @@ def test_the_program_reads_the_accumulation_that_it_has_set():
     assert differing(found["ipu"], found["cpu"]) == []
 
 
+class SetsAccumulation(Classifier):
+    def on_train_epoch_start(self):
+        self.trainer.accumulate_grad_batches = 1 + self.current_epoch
+
+
 class StepsApart(Classifier):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer_closure()
@@ -122,6 +127,7 @@ class Normed(Classifier):
             [],
             r"test_hooks_of_callbacks\.py:\d+: `optimizer_step` calls the closure and skips `optimizer\.step`",
         ),
+        (SetsAccumulation, [], "does not support `accumulate_grad_batches` changing"),
         (WritesBeforeZeroGrad, [], "`on_before_zero_grad` writes into parameters"),
         (
             Normed,

@@ -256,7 +256,8 @@ class Noting(TorchFunctionMode):
                 return
             shelves = (_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ()))
         in_class = self._note_class(type(owner), {name})
-        for locate in shelves:
+        found = [locate for locate in shelves if name in locate(owner)][:1]
+        for locate in found or (shelves if value is MISSING else shelves[:1]):
             self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
             if name in locate(owner):
                 return
