@@ -359,7 +359,7 @@ class CompiledInputs:
         `unread` do not matter."""
         for index, (name, compiled) in enumerate(self.specs.items()):
             found = call.specs[name]
-            if not compiled or not found or name in unread:
+            if not compiled or not found or (name in unread and name in call.constant_parts):
                 continue  # another plan has the default
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
@@ -389,7 +389,8 @@ def _check_spec(compiled: Spec, found: dict[str, Part], unread: Collection[str],
     as `unread` and `any_shape` allow."""
     for path, expected in compiled:
         part, name = found.get(path), path.lstrip("*")
-        if part is None or is_within(path, unread):  # its container has other keys, or is none
+        # Its container has other keys, or is none; or its value does not matter.
+        if part is None or (is_within(path, unread) and part.type is not Tensor):
             continue
         if any_shape and expected.type is not part.type and (expected.constant or part.constant):
             continue  # one call passes a tensor or container, the other leaves it out, or has a constant
