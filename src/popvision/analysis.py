@@ -4,13 +4,42 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from popengine.profile import PHASES, Profile
 from popengine.texts import table_text
 
 from . import memory, times, virtual
-from .units import rate_text, seconds_text, share_text, size_text
+from .units import cores_text, rate_text, seconds_text, share_text, size_text
+
+
+class Figure(NamedTuple):
+    """The declaration of a figure, which the page, the summary and a comparison of two runs read. Its value is the
+    attribute `name` of `Figures`. Of two rates the larger one is better, of all other figures the smaller one."""
+
+    name: str
+    words: str
+    text: Callable[[float | None], str]  # adds the unit
+    tile: str = ""  # the tile of the overview, which begins with its first figure; "": in no tile
+    rows: str = ""  # the attribute with the rows of the batch by which a comparison divides the value
+
+
+FIGURES = (
+    Figure("bubble_apart", "bubble of separate devices", share_text, "bubble"),
+    Figure("bubble_measured", "measured bubble", share_text, "bubble"),
+    Figure("bubble_ideal", "bubble with equal stages", share_text),
+    Figure("step_apart", "a step on separate devices", seconds_text, "apart", "replica_rows"),
+    Figure("step_seconds", "a step on these cores", seconds_text, "here", "step_rows"),
+    Figure("step_here", "a step without these waits", seconds_text, "here", "step_rows"),
+    Figure("others_share", "of the cores used by other programs", share_text, "here"),
+    Figure("idle_here", "of a step without a ready task", share_text, "here"),
+    Figure("samples_per_second", "throughput", rate_text, "throughput"),
+    Figure("samples_per_second_overall", "throughput with the time between calls", rate_text, "throughput"),
+    Figure("wanted", "memory", size_text, "memory"),
+    Figure("largest", "memory of the largest ipu", size_text),
+    Figure("activations", "activations", size_text),
+    Figure("compile_seconds", "compilation", seconds_text),
+)
 
 
 class Figures:
@@ -30,6 +59,8 @@ class Figures:
         factors = ("micro_batch_size", "accumulation", "groups", "iterations", "instances")
         rows = math.prod(profile.counts.get(name, 1) for name in factors)
         self.samples_per_call = rows  # over all instances
+        self.replica_rows = profile.counts.get("micro_batch_size", 1) * facts.get("schedule_micro_batches", 1)
+        self.step_rows = self.replica_rows * profile.counts.get("groups", 1)  # of a step
         self.samples_per_second = calls * rows / ns * 1e9 if ns > 0 else None  # in the time of calls
         self.samples_per_second_overall = calls * rows / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None
         self.calls, self.steps = facts.get("calls", 0), facts.get("steps", 0)
@@ -40,7 +71,8 @@ class Figures:
         costs, updates = times.row_costs(events), times.update_costs(profile, events)
         self.stages = times.stage_times(profile, costs, updates)
         self.spread = times.cost_spread(events)
-        self.core_share = times.core_share(events)
+        self.core_share, self.cores = times.core_share(events), cores_text(profile)
+        self.others_share = None if self.core_share is None else 1 - self.core_share
         totals = [stage.total for stage in self.stages]
         computing = {row for row, task in enumerate(profile.tasks) if task.computes}
         computed = sum(totals) > 0 and computing <= costs.keys()
@@ -59,7 +91,6 @@ class Figures:
         if joined and not joined["missing"]:
             place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
             self.bubble_measured = times.measured_bubble(whole, place_of)
-        self.measured_where = "measured " + ("on the devices" if "devices" in joined else "in the instances")
         self.step_apart, self.bubble_apart, self.device_usages, runs = None, None, [], []
         self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
@@ -75,7 +106,11 @@ class Figures:
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
         totals = [need.total for need in self.needs]
-        self.wanted = replicas * sum(totals) if held_by.get("shared") else max(totals, default=0)
+        self.largest, self.activations = (
+            max(totals, default=None),
+            sum(need.activations or 0 for need in self.needs),
+        )
+        self.wanted = replicas * sum(totals) if held_by.get("shared") else self.largest or 0
         self.capacity = held_by.get("bytes")  # None: unknown
         self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
@@ -166,8 +201,6 @@ def _module_tree(profile: Profile) -> list[dict[str, Any]]:
 
 # ---- two runs --------------------------------------------------------------------------------------------
 
-_Compared = tuple[float | None, Callable[[float | None], str], float]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -182,63 +215,47 @@ class Row:
 
 
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
-    """Return a row for each figure of two runs: totals, then the times of each stage and block of either run."""
+    """Return a row for each figure of two runs: the declared ones, then the times of each stage and block of either."""
     runs, rows = (_compared_values(a), _compared_values(b)), []
+    steady = sum(max(run.spread, run.step_spread) for run in (a, b))  # of times and rates
     for name in {**runs[0], **runs[1]}:
-        (one, in_words, spread), (other, _, other_spread) = (
-            run.get(name, (None, seconds_text, 0.0)) for run in runs
-        )
-        spread, ratio, better = spread + other_spread, None, ""
+        (one, text), (other, _) = (run.get(name, (None, seconds_text)) for run in runs)
+        spread, ratio, better = steady if text in (seconds_text, rate_text) else 0.0, None, ""
         if one is not None and other is not None:
             ratio = other / one if one else None
             if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)):
-                better = "second" if (other > one) == (in_words is rate_text) else "first"
-        rows.append(Row(name, in_words(one), in_words(other), ratio, spread, better))
+                better = "second" if (other > one) == (text is rate_text) else "first"
+        rows.append(Row(name, text(one), text(other), ratio, spread, better))
     return rows
 
 
-def _compared_values(found: Figures) -> dict[str, _Compared]:
-    """Return (value, function that adds the unit, spread) of each compared figure of a run, by name. Times are those
-    of a row of the batch."""
-    of_steps, of_costs = found.step_spread, found.spread
-    totals, counts = [need.total for need in found.needs], found.profile.counts
-    size = counts.get("micro_batch_size", 1)  # rows
-    step = size * found.profile.facts.get("schedule_micro_batches", 1)  # of a replica
-    rows, apart = step * counts.get("groups", 1), found.step_apart and found.step_apart / step
-    values = {
-        "throughput": (found.samples_per_second, rate_text, of_steps),
-        "throughput with the time between calls": (found.samples_per_second_overall, rate_text, of_steps),
-        "a step, per row": (found.step_seconds and found.step_seconds / rows, seconds_text, of_steps),
-        "on separate devices, per row": (apart, seconds_text, of_costs),
-        "compilation": (found.compile_seconds, seconds_text, 0.0),
-        "bubble on separate devices": (found.bubble_apart, share_text, 0.0),
-        "bubble, measured": (found.bubble_measured, share_text, 0.0),
-        "bubble, ideal": (found.bubble_ideal, share_text, 0.0),
-        "these cores waited": (found.idle_here, share_text, 0.0),
-        "largest ipu": (max(totals, default=None), size_text, 0.0),
-        "all ipus": (sum(totals) if totals else None, size_text, 0.0),
-        "activations": (sum(need.activations or 0 for need in found.needs), size_text, 0.0),
-    }
+def _compared_values(found: Figures) -> dict[str, tuple[float | None, Callable[[float | None], str]]]:
+    """Return (value, function that adds the unit) of each compared figure of a run, by name. Times are those of a row
+    of the batch."""
+    values, size = {}, found.profile.counts.get("micro_batch_size", 1)  # rows
+    for figure in FIGURES:
+        value, rows = getattr(found, figure.name), getattr(found, figure.rows, 1)
+        values[figure.words + ", per row" * bool(figure.rows)] = value and value / rows, figure.text
     for stage in found.stages:
         times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()}
-        for phase, ns in {**times, "update": stage.update / step}.items():
+        for phase, ns in {**times, "update": stage.update / found.replica_rows}.items():
             if ns:
-                values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text, of_costs
+                values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text
     for row in found.groups["block"]:
         name = f"block {row['block']}, {PHASES[row['phase']]}, per row"
         before = values[name][0] if name in values else 0.0  # of another stage
         ns = row["ns"] / max(row["calls"], 1) / size
-        values[name] = (before or 0.0) + ns / 1e9, seconds_text, of_costs
+        values[name] = (before or 0.0) + ns / 1e9, seconds_text
     return values
 
 
 def comparison_text(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """Return a comparison of two runs as a table for the terminal, with `<` after the better figure."""
+    """Return a comparison of two runs as a table for the terminal, with a tick after the better figure."""
     lines = [["", names[0][-24:], names[1][-24:], "ratio", "spread"]]
     for row in rows:
         sides = {"first": row.first, "second": row.second}
-        cells = [text + " <" * (row.better == side) for side, text in sides.items()]
+        cells = [text + " ✓" * (row.better == side) for side, text in sides.items()]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append([row.name[:40], *cells, ratio, f"± {row.spread:.0%}" if row.spread >= 0.005 else ""])
-    foot = "< is better; spread: between equal steps (a smaller difference says nothing)"
+    foot = "✓ is better; spread: between equal steps (a smaller difference says nothing)"
     return f"{table_text(lines)}\n{foot}\n"

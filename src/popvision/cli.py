@@ -17,9 +17,6 @@ from . import chrome
 from .joined import load
 from .report import find_profiles, summary, write_comparison, write_report
 
-_NO_PLANS = (
-    "popvision plan is gone: use poptorch.describe(model, options, batch), or the report of a short run"
-)
 _REPORT = "a report's folder, or one profile.pop file in it"
 
 
@@ -28,9 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     can't be read or written. Raises: SystemExit, if an argument is wrong"""
     given = sys.argv[1:] if arguments is None else arguments
     parser = _make_parser()
-    if given[:1] == ["plan"]:
-        print(_NO_PLANS, file=sys.stderr)
-        return 2
     if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
         if not Path(given[0]).exists():
             known = ", ".join(_COMMANDS)

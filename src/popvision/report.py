@@ -18,7 +18,7 @@ from uuid import uuid4
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun
 from popengine.texts import counted, table_text
 
-from .analysis import Figures, compare_figures, comparison_text
+from .analysis import FIGURES, Figures, compare_figures, comparison_text
 from .joined import load
 from .memory import bytes_curve, memory_table
 from .sentences import (
@@ -28,7 +28,7 @@ from .sentences import (
     plan_sentence,
     warning_sentences,
 )
-from .units import cores_text, layout_text, rate_text, seconds_text, share_text, size_text
+from .units import layout_text, seconds_text, size_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -130,7 +130,7 @@ def page_data(found: Figures) -> dict[str, Any]:
         "plan_says": plan_sentence(found.profile),
         "machine_says": machine_sentence(found),
         "instances_say": instances_sentence(found.profile),
-        "cores": cores_text(found.profile),
+        "shown": known_figures(found),
     }
     runs = found.devices.runs
     curves = {
@@ -148,6 +148,12 @@ def page_data(found: Figures) -> dict[str, Any]:
         "figures": figures,
         "curves": curves,
     }
+
+
+def known_figures(found: Figures) -> list[tuple[str, str, str]]:
+    """Return (tile, words, value with its unit) of each declared figure that is known."""
+    values = [(figure, getattr(found, figure.name)) for figure in FIGURES]
+    return [(one.tile, one.words, one.text(value)) for one, value in values if value is not None]
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
@@ -236,18 +242,9 @@ def summary(profile: Profile) -> str:
     lines += [f"  {said}" for said in sentences if said]
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
-        share = found.bubble_measured
-        measured = "" if share is None else f", {share_text(share)} {found.measured_where}"
         lines += [
-            f"  bubble        {share_text(found.bubble_apart)} on separate devices,"
-            f" {share_text(found.bubble_ideal)} ideal{measured}",
-            f"  a step        {seconds_text(found.step_apart)} on separate devices, simulated",
-            f"                {seconds_text(found.step_seconds)} on {cores_text(profile)}, recorded;"
-            f" {seconds_text(found.step_here)} if no core had waited",
-            f"  ran           {counted(found.calls, 'call')}, {counted(found.steps, 'step')}",
-            f"  throughput    {rate_text(found.samples_per_second)} in calls,"
-            f" {rate_text(found.samples_per_second_overall)} with the time between them",
-            f"  compilation   {seconds_text(found.compile_seconds)}: {passes}",
+            indent(table_text([(words, text) for _, words, text in known_figures(found)]), "  "),
+            f"  {counted(found.calls, 'call')}, {counted(found.steps, 'step')} on {found.cores}; compilation: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):
         lines.append("  no call finished")

@@ -37,11 +37,10 @@ def simulated(
     `blocks[i]` are the names of stage i's blocks, joined by ", ".
     """
     actions = actions_of(stages, training)
-    tasks, ticks = timeline(actions, micro_batches, ORDERS[order])
-    when = {tasks[number]: int(ticks.starts[number]) for number in ticks.order}
+    scheduled, ticks = timeline(actions, micro_batches, ORDERS[order])
+    when = {scheduled[number]: int(ticks.starts[number]) for number in ticks.order}
     blocks = blocks or tuple(f"block{stage}" for stage in range(stages))
-    phases = [(action.phase, action.stage) for action in actions]
-    costs = [cost(*key) for key in phases]
+    costs = [cost(action.phase, action.stage) for action in actions]
     shared, found = timeline(actions, micro_batches, ORDERS[order], cores, costs)
     length, runs = int(found.length), []
     for step in range(steps):
@@ -50,81 +49,54 @@ def simulated(
             runs.append(TaskRun(step, step, *shared[i], 0, found.devices[i], begin, end))
     calls = [Call(step, step * (length + gap), step * (length + gap) + length, 1) for step in range(steps)]
     words = {"F": "forward", "B": "backward"}
-    operations = [
-        Operation(
-            i,
-            f"mm_{i}_{j}",
-            "mm",
-            name,
-            f"model.py:{j}",
-            micro_batches,
-            micro_batches * cost(phase, stage) // len(names),
-            1000,
-            4096,
-            512,
-        )
-        for i, (phase, stage) in enumerate(phases)
-        for names in [blocks[stage].split(", ")]
-        for j, name in enumerate(names)
-    ]
+    operations, tasks = [], []
+    for i, (action, ns) in enumerate(zip(actions, costs, strict=True)):
+        names = blocks[action.stage].split(", ")
+        share = micro_batches * ns // len(names)
+        for j, name in enumerate(names):
+            of_operation = f"mm_{i}_{j}", "mm", name, f"model.py:{j}", micro_batches, share, 1000, 4096, 512
+            operations.append(Operation(i, *of_operation))
+        place = words[action.phase], action.ipu, action.stage, action.phase
+        tasks.append(Task(*place, after=action.after, piece=i, instructions=(Instruction("compute"),)))
+    program = [Tick(actions[row].ipu, *actions[row][:2], m, tick) for (row, m), tick in when.items()]
+    ends = [2 * stages - 1 - ipu if training else ipu for ipu in range(stages)]
     return Profile(
-        "training" if training else "inference",
-        training,
-        blocks,
-        tuple(range(stages)),
-        {"micro_batch_size": 2, "iterations": 1, "accumulation": micro_batches, "replicas": 1, "groups": 1},
-        {
-            "mode": order,
-            "schedule_length": max(when.values()) + 1,
-            "schedule_actions": len(when),
-            "schedule_micro_batches": micro_batches,
-            "calls": steps,
-            "failed_calls": 0,
-            "steps": steps,
-            "step_tasks": len(shared),
-            "ns_in_calls": steps * length,
-            "detailed_step": [0, 0],
-            "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
-            "cores": 64,
-            "threads": cores,
-            "device": "cpu",
-            "versions": {"torch": "2"},
-            "made": "today",
+        name="training" if training else "inference",
+        training=training,
+        stages=blocks,
+        ipus=tuple(range(stages)),
+        counts={
+            "micro_batch_size": 2,
+            "iterations": 1,
+            "accumulation": micro_batches,
+            "replicas": 1,
+            "groups": 1,
         },
-        (Pass("capture", 0.5), Pass("lower", 0.25)),
-        tuple(
+        facts={
+            **{"mode": order, "calls": steps, "failed_calls": 0, "steps": steps, "step_tasks": len(shared)},
+            **{"schedule_length": max(when.values()) + 1, "schedule_actions": len(when)},
+            **{
+                "schedule_micro_batches": micro_batches,
+                "ns_in_calls": steps * length,
+                "detailed_step": [0, 0],
+            },
+            **{"cores": 64, "threads": cores, "device": "cpu", "versions": {"torch": "2"}, "made": "today"},
+            "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
+        },
+        passes=(Pass("capture", 0.5), Pass("lower", 0.25)),
+        blocks=tuple(
             ProfiledBlock(name, s, s, "model.py:1", 10)
             for s, names in enumerate(blocks)
             for name in names.split(", ")
         ),
-        tuple(operations),
-        tuple(
-            Task(
-                words[phase],
-                ipu,
-                stage,
-                phase,
-                after=after,
-                piece=row,
-                instructions=(Instruction("compute"),),
-            )
-            for row, (phase, stage, ipu, after) in enumerate(actions)
-        ),
-        tuple(runs),
-        tuple(calls),
-        (),
-        tuple(KeptBytes(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
-        tuple(
-            Tensor(ipu, "x", "activation", 1024, ipu, 2 * stages - 1 - ipu if training else ipu)
-            for ipu in range(stages)
-        ),
-        tuple(
-            sorted(
-                (Tick(actions[row].ipu, *actions[row][:2], m, tick) for (row, m), tick in when.items()),
-                key=lambda t: (t.tick, t.ipu),
-            )
-        ),
-        (Option("device_iterations", "3", "1"),),
+        operations=tuple(operations),
+        tasks=tuple(tasks),
+        runs=tuple(runs),
+        calls=tuple(calls),
+        memory=tuple(KeptBytes(0, ipu, 100, 0, 100, 200) for ipu in range(stages)),
+        tensors=tuple(Tensor(ipu, "x", "activation", 1024, ipu, end) for ipu, end in enumerate(ends)),
+        schedule=tuple(sorted(program, key=lambda tick: (tick.tick, tick.ipu))),
+        options=(Option("device_iterations", "3", "1"),),
     )
 
 

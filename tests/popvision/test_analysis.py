@@ -223,9 +223,11 @@ def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
 def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():
     small, large = Figures(simulated(2, 4, gap=MS)), Figures(simulated(2, 16, gap=MS))
     rows = {row.name: row for row in compare_figures(small, large)}
-    assert rows["a step, per row"].better == ""  # one core runs both, and a micro-batch costs as much
-    assert rows["on separate devices, per row"].better == "second"  # a smaller bubble
-    assert rows["on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
+    assert (
+        rows["a step on these cores, per row"].better == ""
+    )  # one core runs both, and a micro-batch costs as much
+    assert rows["a step on separate devices, per row"].better == "second"  # a smaller bubble
+    assert rows["a step on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
 
 
 def test_a_third_phase_is_a_phase_like_the_others(tmp_path):

@@ -27,17 +27,20 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     assert main(["summary", str(report)]) == 0
     text = capsys.readouterr().out
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
-    assert "bubble        33.3% on separate devices, 33.3% ideal\n" in text
+    assert "  bubble of separate devices              33.3%\n" in text
     assert "33.3% = (n - 1) / (m + n - 1) = 2 / 6; 10 micro-batches instead of 4 halve it." in text
-    assert "a step        12 ms on separate devices, simulated\n" in text
-    assert "              24 ms on 1 of 64 cores, recorded; 24 ms if no core had waited" in text
-    assert "compilation   750 ms: capture 500 ms, lower 250 ms" in text
+    assert "  a step on separate devices              12 ms\n" in text
+    assert "  a step on these cores                   24 ms\n" in text
+    assert "3 calls, 3 steps on 1 of 64 cores; compilation: capture 500 ms, lower 250 ms" in text
 
 
-def test_a_report_is_written_over_all_profiles_of_a_folder(report, capsys):
-    assert main([str(report), "--no-browser"]) == 0
-    assert capsys.readouterr().out.strip() == str(report / "report.html")
+def test_a_folder_its_page_or_one_profile_stands_for_the_report(report, capsys):
+    for words in (["report", report], [report], [report / "training"], [report / "report.html"]):
+        assert main([*map(str, words), "--no-browser"]) == 0
+        assert capsys.readouterr().out.strip() == str(report / "report.html")
     assert '"label":"inference"' in (report / "report.html").read_text()
+    assert main(["summary", str(report / "training" / "profile.pop")]) == 0
+    assert "training: 1f1b training, 3 stages" in capsys.readouterr().out
 
 
 def test_the_page_of_a_report_goes_where_output_says(report, tmp_path, capsys):
@@ -49,16 +52,6 @@ def test_the_page_of_a_report_goes_where_output_says(report, tmp_path, capsys):
     assert main([str(report), "--no-browser"]) == 1
     assert "the page can't be written: " in (error := capsys.readouterr().err)
     assert error.endswith("fix: --output PAGE, in a folder of yours\n")
-
-
-def test_the_page_stands_for_its_report(report, capsys):
-    assert main([str(report), "--no-browser"]) == main(["summary", str(report / "report.html")]) == 0
-    assert "training: 1f1b training, 3 stages" in capsys.readouterr().out
-
-
-def test_report_is_the_name_of_the_command_that_a_folder_stands_for(report, capsys):
-    assert main(["report", str(report), "--no-browser"]) == 0
-    assert capsys.readouterr().out.strip() == str(report / "report.html")
 
 
 def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
@@ -92,14 +85,6 @@ def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, cap
     assert shown in error and error.count("\n") == 2 and "\n  fix: " in error
 
 
-def test_plan_is_gone_and_one_line_says_what_to_use(capsys):
-    assert main(["plan", "train.py"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1 and "poptorch.describe(model, options, batch)" in error and "report" in error
-    )
-
-
 def test_a_reader_that_has_seen_enough_ends_the_program_quietly(report):
     read, write = os.pipe()
     os.close(read)
@@ -116,19 +101,27 @@ def test_a_folder_of_several_reports_lists_them(report, capsys):
     assert f"there is no file or folder {report / 'nosuch'}" in capsys.readouterr().err
 
 
-def test_one_profile_can_be_named_too(report, capsys):
-    assert main([str(report / "training"), "--no-browser"]) == 0
-    assert main(["summary", str(report / "training" / "profile.pop")]) == 0
-    assert "report.html" in capsys.readouterr().out
-
-
 def test_compare_prints_both_runs_and_says_which_is_better(report, tmp_path, capsys):
     simulated(3, 4, cost=lambda phase, stage: 2 * MS).save(tmp_path / "slow" / "training" / "profile.pop")
     page = tmp_path / "both.html"
     assert main(["compare", str(report), str(tmp_path / "slow"), "--output", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    step = next(line for line in lines if line.startswith("a step, per row"))
-    assert step.split() == ["a", "step,", "per", "row", "3", "ms", "<", "6", "ms", "2.00"]
+    step = next(line for line in lines if line.startswith("a step on these cores, per row"))
+    assert step.split() == [
+        "a",
+        "step",
+        "on",
+        "these",
+        "cores,",
+        "per",
+        "row",
+        "3",
+        "ms",
+        "✓",
+        "6",
+        "ms",
+        "2.00",
+    ]
     assert '"better":"first"' in page.read_text()
 
 
@@ -213,7 +206,7 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
         return compare_figures(Figures(first), Figures(second))
 
     def row(first, second):
-        return next(row for row in rows(first, second) if row.name == "a step, per row")
+        return next(row for row in rows(first, second) if row.name == "a step on these cores, per row")
 
     assert row(profile, slower).better == "first"
     unsure = row(jittering(profile), jittering(slower))

@@ -1,6 +1,5 @@
 """Numbers on the page of a real training, against a reader of profile.pop of its own: the file's JSON, and no more."""
 
-import statistics
 from collections import defaultdict
 
 import pytest
@@ -28,39 +27,9 @@ def test_throughput_is_that_of_the_calls_after_the_first(chromium, folder, raw):
     later = [call["end"] - call["start"] for call in raw["calls"][1:]]
     assert number(shown["Throughput"][0]) == pytest.approx(SAMPLES * 3 / sum(later) * 1e9, rel=0.01)
     period = raw["calls"][-1]["end"] - raw["calls"][0]["end"]
-    calls, overall = shown["Throughput"][1].split("; ")
-    assert calls == f"samples per second in 4 calls of {SAMPLES}"
-    assert number(overall.removesuffix(" with the time between calls")) == pytest.approx(
-        SAMPLES * 3 / period * 1e9, rel=0.01
-    )
-
-
-def test_these_cores_waited_for_the_share_of_time_in_which_they_ran_nothing(chromium, folder, raw):
-    steps, length, busy = defaultdict(list), 0, 0
-    for run in raw["runs"]:
-        steps[run["call"], run["step"]].append(run)
-    cores = {run["core"] for run in raw["runs"]}
-    for key in sorted(steps)[2:]:  # the first two are looked at closer
-        computing = [
-            run for run in steps[key] if raw["tasks"][run["task"]]["kind"] in ("forward", "backward")
-        ]
-        began = min(run["start"] for run in computing)
-        length += len(cores) * (max(run["end"] for run in steps[key]) - began)
-        busy += sum(run["end"] - max(run["start"], began) for run in steps[key] if run["end"] > began)
-    words = tiles(chromium, folder)["A step on these cores"][1]
-    assert float(words.split()[-1].rstrip("%")) == pytest.approx(100 * (1 - busy / length), abs=1)
-
-
-def test_the_bubble_is_that_of_separate_devices_with_the_costs_of_the_stages(chromium, folder, raw):
-    ran = defaultdict(int)
-    for run in raw["devices"]:
-        ran[raw["tasks"][run["task"]]["ipu"]] += run["end"] - run["start"]
-    length = max(run["end"] for run in raw["devices"])
-    shown = tiles(chromium, folder)
-    assert float(shown["Bubble"][0].rstrip("%")) == pytest.approx(
-        100 * (1 - sum(ran.values()) / length / 3), abs=0.5
-    )
-    assert number(shown["A step on separate devices"][0]) == pytest.approx(length, rel=0.01)
+    overall, _, calls = shown["Throughput"][1].partition(" throughput with the time between calls. ")
+    assert calls == f"4 calls of {SAMPLES}."
+    assert number(overall) == pytest.approx(SAMPLES * 3 / period * 1e9, rel=0.01)
 
 
 GROUPS = {  # by what the page groups: the heading and the words of a row
@@ -97,33 +66,3 @@ def test_what_a_search_finds_is_summed(chromium, folder, raw):
     assert count == f"{len(found)} of {len(raw['operations'])}"
     assert number(time.split(", ")[0]) == pytest.approx(sum(found), rel=0.01)
     assert time.split(", ")[1] == f"{100 * sum(found) / whole:.1f}%"
-
-
-def test_memory_is_what_lives_on_each_ipu(chromium, folder, raw):
-    chromium.open(folder / "report.html", "memory")
-    rows = chromium.value(
-        "[...document.querySelectorAll('table')].find(table => table.tHead?.innerText.includes('weights'))"
-        ".innerText.trim().split('\\n').map(line => line.split('\\t'))"
-    )
-    head, *lines = rows
-    for line, kept in zip(lines, raw["memory"], strict=True):
-        shown = dict(zip(head, line, strict=True))
-        assert line[0] == f"ipu {kept['ipu']}"
-        for name in ("weights", "gradients", "optimizer"):
-            assert number(shown[name]) == pytest.approx(kept[name], rel=0.02)
-
-
-def test_a_stage_costs_no_less_than_its_sleep_and_no_more_than_its_median_run(chromium, folder, raw):
-    runs = [
-        run["end"] - run["start"]
-        for run in raw["runs"]
-        if (task := raw["tasks"][run["task"]])["kind"] == "forward" and task["stage"] == 1
-    ]
-    bars = chromium.value
-    chromium.open(folder / "report.html")
-    (title,) = bars(
-        "[...document.querySelectorAll('.bars .name')].filter(name => name.innerText.startsWith('1 ·'))"
-        ".map(name => name.nextSibling.firstChild.title)"
-    )
-    assert title.startswith("forward: ")
-    assert test_runs.SLOW * 1e9 <= number(title.removeprefix("forward: ")) <= 1.01 * statistics.median(runs)

@@ -55,7 +55,7 @@ def test_one_step_is_saved_as_a_picture_of_what_the_page_draws(chromium, report)
     )
     # A forward lasts a twelfth of the step.
     ticks = {text.text: float(text.get("x")) for text in svg.iter(f"{name}text") if text.text.endswith("ms")}
-    widths = [float(rect.get("width")) for rect in svg.iter(f"{name}rect") if rect.get("fill") == "#1e83bd"]
+    widths = [float(rect.get("width")) for rect in svg.iter(f"{name}rect") if rect.get("fill") == "#1565c0"]
     each = (ticks["4 ms"] - ticks["2 ms"]) / 2
     assert chromium.faults == [] and each > 50
     assert all(width == pytest.approx(each, abs=4) for width in widths)

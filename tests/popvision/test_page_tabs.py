@@ -1,7 +1,6 @@
 """Numbers on the other tabs of a real training's page, against the same reader of profile.pop: the file's JSON."""
 
 import re
-from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -10,41 +9,8 @@ from test_page import cells
 from test_page_numbers import number, tiles
 
 
-def warm(raw):
-    """Of all runs of tasks, but those of the first two steps, which are looked at closer: the row of the table, and
-    the run."""
-    return [(raw["tasks"][run["task"]], run) for run in raw["runs"] if run["step"] >= 2]
-
-
 def texts(chromium, place):
     return chromium.value(f"[...document.querySelectorAll('{place}')].map(element => element.textContent)")
-
-
-def test_the_compilation_is_the_sum_of_its_passes(chromium, folder, raw):
-    seconds = {row["name"]: row["seconds"] for row in raw["passes"]}
-    shown = tiles(chromium, folder)
-    assert shown
-    (title,) = [text for text in texts(chromium, "h2") if text.startswith("Compilation: ")]
-    assert number(title.split(": ")[1]) == pytest.approx(1e9 * sum(seconds.values()), rel=0.01)
-    legend = [text.split(" ", 1) for text in texts(chromium, "main > div > .card:last-child .legend span")]
-    said = {name: number(time) for name, time in legend}
-    assert said == {name: pytest.approx(1e9 * value, rel=0.01, abs=1) for name, value in seconds.items()}
-
-
-def test_each_core_is_busy_for_what_it_does_not_wait(chromium, folder, raw):
-    steps, busy = defaultdict(lambda: [float("inf"), 0]), defaultdict(float)
-    for task, run in warm(raw):
-        first, last = steps[run["step"]]
-        computes = task["kind"] in ("forward", "backward")
-        steps[run["step"]] = [min(first, run["start"]) if computes else first, max(last, run["end"])]
-    for _, run in warm(raw):
-        busy[run["core"]] += max(0, run["end"] - max(run["start"], steps[run["step"]][0]))
-    length = sum(last - first for first, last in steps.values())
-    shown = tiles(chromium, folder)
-    assert "With equal stages the bubble is 28.6% = (n - 1) / (m + n - 1) = 2 / 7;" in shown["Bubble"][1]
-    chromium.open(folder / "report.html", "headline?on=cores")
-    said = [float(text.split("%")[0]) for text in texts(chromium, ".number") if text.endswith("busy")]
-    assert said == [pytest.approx(100 * busy[core] / length, abs=0.5) for core in sorted(busy)]
 
 
 def test_the_host_tab_says_how_long_calls_took(chromium, folder, raw):
@@ -109,29 +75,6 @@ def test_the_memory_cursor_lists_the_tensors_that_are_held_then(chromium, folder
         assert sum(number(text) for *_, text in shown) == pytest.approx(
             sum(size[n] for n, _ in held), rel=0.05
         )
-
-
-def test_totals_of_memory_are_the_sums_of_what_is_listed_and_hold_the_peak(chromium, folder, raw):
-    total = number(tiles(chromium, folder)["Memory"][0])
-    chromium.open(folder / "report.html", "memory")
-    head = texts(chromium, ".card:first-child thead th")
-    rows = chromium.value(
-        "[...document.querySelectorAll('.card:first-child tbody tr')].map(row => [...row.cells].map(c => c.innerText))"
-    )
-    sums = 0
-    for kept, row in zip(raw["memory"], rows, strict=True):
-        shown = dict(zip(head[1:], map(number, row[1:]), strict=True))
-        parts = {name: size for name, size in shown.items() if name != "total"}
-        assert shown["total"] == pytest.approx(sum(parts.values()), rel=0.05)
-        assert shown.get("buffers", 0) == kept["buffers"]
-        own = [t for t in raw["tensors"] if t["ipu"] == kept["ipu"]]
-        peak = max(
-            sum(t["bytes"] for t in own if t["born"] <= i and not 0 <= t["died"] <= i)
-            for i in range(len(raw["tasks"]))
-        )
-        assert shown["activations"] >= 0.99 * peak > 0  # inside a computation there is more
-        sums += shown["total"]
-    assert total == pytest.approx(sums, rel=0.02)
 
 
 def test_an_operation_has_its_calls_its_flops_and_its_bytes(chromium, folder, raw):

@@ -54,8 +54,8 @@ function three(value) {
   return Number(value.toPrecision(3)).toString();
 }
 
-// Okabe and Ito's colours, told apart by nearly everybody; a stage keeps its own in every view.
-const STAGES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7a6fd0"];
+// A phase has one colour in all views, and in the drawings of the documentation (popengine/drawing.py).
+const PHASE_COLOURS = { F: "#1565c0", B: "#b8510d", W: "#2e7d32" }, UPDATE = "#4d5a68";
 const OTHER = "#8794a3";
 const PHASES = { F: "forward", B: "backward", W: "weight gradients" };
 const MEMORY = [
@@ -73,11 +73,8 @@ function remembered(compute) {
   };
 }
 
-function stageColour(stage, phase = "F") {
-  if (stage < 0) return OTHER;
-  const own = STAGES[stage % STAGES.length];
-  return phase === "B" ? mixed(own, "#000000", 0.38) : mixed(own, "#ffffff", phase === "W" ? 0.6 : 0.12);
-}
+/** A phase's colour; a later one of several stages in the same row is lighter. */
+const phaseColour = (phase, shade = 0) => (PHASE_COLOURS[phase] ? mixed(PHASE_COLOURS[phase], "#ffffff", 0.17 * (shade % 4)) : OTHER);
 
 const mixed = remembered((colour, other, share) => {
   const channel = (text, i) => parseInt(text.slice(1 + 2 * i, 3 + 2 * i), 16);

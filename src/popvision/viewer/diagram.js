@@ -44,7 +44,7 @@ function placed(columns, profile, blocks) {
 }
 
 function boxOf({ x, y, tall, blocks }, stage, profile, figures) {
-  const time = figures.stages[stage], colour = STAGES[stage % STAGES.length];
+  const time = figures.stages[stage], colour = "var(--accent)";
   return [
     make("rect", { x, y, width: BOX.wide, height: tall, rx: 12, fill: "none", stroke: "var(--grid)", "stroke-width": 1.5 }),
     make("text", { x: x + 14, y: y + 23, "font-weight": 650 }, `stage ${stage} on ipu ${profile.ipus[stage]}`),

@@ -42,12 +42,12 @@ function traceView(entry, page) {
       " A double click, or Enter, lists an event's operations."));
 }
 
-function traceLegend({ profile, on, lanes }) {
+function traceLegend(trace) {
+  const { profile, on, lanes } = trace;
   const all = profile.facts.schedule_micro_batches, drawn = lanes.reduce((most, lane) => lane.batch.reduce((a, b) => Math.max(a, b + 1), most), 0);
-  const actions = new Set(rows(profile.tasks).map((task) => task.phase + task.stage));
-  const entries = profile.stages.flatMap((blocks, stage) => phasesOf(profile).filter((phase) => actions.has(phase + stage)).map((phase, i) => [`stage ${stage} ${PHASES[phase]}${i ? "" : `: ${blocks}`}`, stageColour(stage, phase)]));
-  const strip = ["thin strip under a row: the order of the schedule", `linear-gradient(transparent 65%, ${stageColour(0)} 65%)`];
-  const names = legend([...entries.slice(0, 32), ["weight update (hatched)", "repeating-linear-gradient(135deg,#4d5a68 0 3px,#c3ccd6 3px 4px)"], ...(on === "cores" ? [["sums and others (half as high)", OTHER]] : []), ["empty: waiting", "var(--lane)"], ...(on === "devices" && profile.schedule.rows.length ? [strip] : [])]);
+  const names = legend([...phasesOf(profile).map((phase) => [PHASES[phase], phaseColour(phase)]), ["weight update", `repeating-linear-gradient(135deg,${UPDATE} 0 3px,#c3ccd6 3px 4px)`], ["sums and others", OTHER], ["waiting", "var(--lane)"]]);
+  if (trace.shades) names.append(make("span", {}, "lighter: a later stage"));
+  if (on === "devices" && profile.schedule.rows.length) names.append(make("label", {}, make("input", { type: "checkbox", onchange: (event) => trace.showOrder(event.target.checked) }), " under each row the order of the schedule"));
   return on === "devices" && drawn < all ? make("div", {}, names, make("p", { class: "hint", style: { marginTop: "8px" } }, `Only the first ${drawn} of ${all} micro-batches are drawn, and the updates after them.`)) : names;
 }
 
@@ -199,7 +199,7 @@ function drawRange(trace, context, width, colours) {
 /** Arrows from sends to receives, for what the chosen event was given and gave. */
 function drawTransfers(trace, context, width, colours) {
   for (const [from, i, to, j] of trace.transfers()) {
-    const place = (lane, time) => [trace.x(time, width), trace.top + trace.lanes.indexOf(lane) * trace.rowHeight + (trace.rowHeight - 12) / 2];
+    const place = (lane, time) => [trace.x(time, width), trace.top + trace.lanes.indexOf(lane) * trace.rowHeight + trace.tall / 2];
     const [x, y] = place(from, from.end[i]), [u, v] = place(to, to.end[j]), angle = Math.atan2(v - y, u - x);
     seamed(context, colours.card, colours.ink, 1.5, () => {
       context.moveTo(x, y); context.lineTo(u, v);

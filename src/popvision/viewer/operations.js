@@ -83,7 +83,7 @@ function operationsView(entry, page) {
   });
   const grouped = (by) => entry.groups[by].filter((row) => row.calls).map((row) => ({ ...row, flops: row.flops / row.calls, bytes: row.bytes / row.calls, search: `${row[by]} ${by === "kind" ? inWords(row[by]) : ""} ${word[row.phase]} stage${row.stage} ipu${row.ipu}`.toLowerCase() }));
   const several = (number) => (number < 0 ? "several" : String(number));
-  const dot = (row) => make("span", { class: "dot", style: { background: stageColour(row.stage, row.phase) } });
+  const dot = (row) => make("span", { class: "dot", style: { background: phaseColour(row.phase) } });
   const columns = {
     kind: { name: "operation", class: "kind", value: (row) => row.kind, cell: (row) => (inWords(row.kind) ? [inWords(row.kind), " ", make("span", { class: "hint" }, breakable(row.kind))] : breakable(row.kind)) },
     block: { name: "block", value: (row) => row.block, cell: (row) => [dot(row), row.block] },

@@ -5,7 +5,8 @@ function emptyCard(title, text) {
 }
 
 function tile(label, value, note, kind = "") {
-  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, value), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
+  const [number, ...unit] = value.split(" ");
+  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, number, unit.length ? make("small", {}, ` ${unit.join(" ")}`) : null), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
 }
 
 function headlineView(entry, page) {
@@ -16,13 +17,14 @@ function headlineView(entry, page) {
     return make("div", {}, warnings, failed ? emptyCard("No call finished", `${failed} failed.`) : emptyCard("Nothing was run", "The model was compiled and never called."), passesCard(profile, figures));
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
+  const fits = figures.fits === null ? "" : `${figures.fits ? "Fits" : "Does not fit"} into ${units.bytes(figures.capacity)}.`;
+  const remarks = { bubble: [figures.facts.bubble], apart: ["Simulated with the recorded costs."], here: [`${figures.cores} ran all ipus.`], memory: [fits, figures.facts.memory], throughput: [`${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}.`] };
   const tiles = make("div", { class: "tiles" },
-    tile("Bubble", units.share(figures.bubble_apart), [`of separate devices${figures.bubble_measured === null ? "" : `; ${units.share(figures.bubble_measured)} ${figures.measured_where}`}.`, figures.facts.bubble]),
-    figures.step_apart === null ? null : tile("A step on separate devices", units.time(figures.step_apart * 1e9), "simulated with the recorded costs"),
-    figures.step_here === null ? null : tile("A step on these cores", units.time(figures.step_seconds * 1e9), `${figures.cores} ran all ipus; ${units.time(figures.step_here * 1e9)} if no core had waited${figures.idle_here === null ? "" : `; idle for ${units.share(figures.idle_here)}`}`),
-    slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null,
-    tile("Memory", units.bytes(figures.wanted), [figures.fits === null ? "all ipus, at the most." : figures.fits ? `fits into ${units.bytes(figures.capacity)}.` : `does not fit into ${units.bytes(figures.capacity)}.`, figures.facts.memory], figures.fits === false ? "bad" : ""),
-    tile("Throughput", units.rate(figures.samples_per_second), `samples per second in ${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}; ${units.rate(figures.samples_per_second_overall)} with the time between calls`));
+    Object.entries(remarks).map(([name, remark]) => {
+      const [first, ...others] = figures.shown.filter(([tile]) => tile === name);
+      return first ? tile(capital(first[1]), first[2], [...others.map(([, words, text]) => `${text} ${words}.`), ...remark], name === "memory" && figures.fits === false ? "bad" : "") : null;
+    }),
+    slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null);
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
   const texts = [["plan", figures.plan_says], ["instances", figures.instances_say], ["machine", figures.machine_says]].filter(([, text]) => text);
@@ -50,7 +52,7 @@ function usageCard({ figures, profile }, on) {
 function stageBars(figures) {
   const most = Math.max(...figures.stages.map((stage) => stage.total), 1);
   return make("div", { class: "bars" }, figures.stages.flatMap((stage) => {
-    const parts = [...Object.entries(stage.phases).map(([phase, ns]) => [ns, stageColour(stage.stage, phase), PHASES[phase]]), [stage.around, OTHER, "sums"]];
+    const parts = [...Object.entries(stage.phases).map(([phase, ns]) => [ns, phaseColour(phase), PHASES[phase]]), [stage.around, OTHER, "sums"]];
     return [
       make("span", { class: "name", title: stage.blocks }, `${stage.stage} · ${stage.blocks}`),
       make("div", { class: "bar" }, parts.filter(([ns]) => ns).map(([ns, colour, name]) => make("i", { style: { width: `${(100 * ns) / most}%`, background: colour }, title: `${name}: ${units.time(ns)}` }))),
@@ -60,16 +62,16 @@ function stageBars(figures) {
 }
 
 function usageBars(usages, nameOf) {
-  const colours = { F: "#56b4e9", B: "#0072b2", W: "#9ad3b8", update: "#4d5a68", other: "#e69f00", waiting: "transparent" }, words = { ...PHASES, other: "sums and others" };
+  const colours = { ...PHASE_COLOURS, update: UPDATE, other: OTHER, waiting: "transparent" }, words = { ...PHASES, other: "sums and others" };
   const shares = usages.slice(0, 64).map(({ place, spent, waiting }) => ({ place, spent: { ...spent, waiting } })), seen = Object.keys(colours).filter((name) => shares.some((use) => use.spent[name]));
-  return make("div", {}, make("div", { class: "bars" }, shares.flatMap(({ place, spent }) => {
+  return make("div", { class: "bars" }, shares.flatMap(({ place, spent }) => {
     const whole = seen.reduce((sum, name) => sum + (spent[name] || 0), 0) || 1;
     return [
       make("span", { class: "name" }, nameOf(place)),
       make("div", { class: "bar" }, seen.filter((name) => spent[name]).map((name) => make("i", { style: { width: `${(100 * spent[name]) / whole}%`, background: colours[name] }, title: `${words[name] || name}: ${units.share(spent[name] / whole)}` }))),
       make("span", { class: "number" }, `${units.share(1 - spent.waiting / whole)} busy`),
     ];
-  })), legend(seen.map((name) => [words[name] || name, colours[name] === "transparent" ? "var(--lane)" : colours[name]])));
+  }));
 }
 
 function passesCard(profile, figures) {

@@ -33,7 +33,7 @@ class SvgContext {
   restore() { this.elements.push("</g>".repeat(this.saved.pop())); }
 
   toString() {
-    const hatch = '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" fill="#4d5a68"/><path d="M-1 7L7 -1" stroke="#c3ccd6" stroke-width="1.2"/></pattern>';
+    const hatch = `<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" fill="${UPDATE}"/><path d="M-1 7L7 -1" stroke="#c3ccd6" stroke-width="1.2"/></pattern>`;
     return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${this.width} ${this.height}" width="${this.width}" height="${this.height}" font-family="system-ui, 'DejaVu Sans', sans-serif" font-size="11.5"><defs>${hatch}</defs>${this.elements.join("")}</svg>\n`;
   }
 }
@@ -41,7 +41,7 @@ class SvgContext {
 /** What a trace shows, as SVG: the same window of time, and all rows. */
 function traceSvg(entry, trace) {
   const picture = new TracePicture(entry, { compact: true, on: trace.on });
-  Object.assign(picture, { view: trace.view, until: trace.until });
+  Object.assign(picture, { view: trace.view, until: trace.until, gap: trace.gap });
   const width = 1000, context = new SvgContext(width, picture.top + picture.lanes.length * picture.rowHeight, themed("--card"));
   picture.draw(context, width);
   return String(context);

@@ -1,6 +1,12 @@
 // The execution trace: a row for each core with the host above, or one for each ipu with the schedule's order under it.
 // This file draws it; steer.js lets it be moved and asked.
 
+/** How many other stages stand before each stage in its row; null if no row has several. */
+function profileShades({ stages, ipus }, on) {
+  const shades = stages.map((_, stage) => (on === "cores" ? stage : ipus.slice(0, stage).filter((ipu) => ipu === ipus[stage]).length));
+  return shades.some(Boolean) ? shades : null;
+}
+
 class TracePicture {
   constructor(entry, { compact = false, on = "devices" } = {}) {
     this.profile = entry.profile;
@@ -22,10 +28,11 @@ class TracePicture {
     this.all = [Math.min(...starts, ...this.calls.map((call) => call.start)), Math.max(...ends, ...this.calls.map((call) => call.end))];
     this.until = Infinity; // what begins later is not drawn: see `stepper`
     this.chosen = null; // [lane, index]: what the keyboard or a click has chosen
-    this.rowHeight = compact ? 26 : Math.round(Math.max(26, Math.min(46, 560 / Math.max(1, this.lanes.length))));
+    this.shades = profileShades(this.profile, on); // of each stage; null if a row has one stage
+    this.tall = compact ? 20 : Math.round(Math.max(20, Math.min(34, 560 / Math.max(1, this.lanes.length)))); // of a bar
+    this.gap = 4; // below a bar; the order of the schedule takes 8 more
     this.top = compact || on === "devices" ? 22 : 62;
-    const height = this.top + this.lanes.length * this.rowHeight + 8;
-    this.canvas = sharpCanvas(height, (context, width) => this.draw(context, width), {
+    this.canvas = sharpCanvas(this.height, (context, width) => this.draw(context, width), {
       class: compact ? "" : "pan", role: "img",
       "aria-label": "Execution trace. Arrows pan, plus and minus zoom, comma and full stop step through events, Enter lists an event's operations",
     });
@@ -64,6 +71,16 @@ class TracePicture {
     this.show([this.view[0] + shift, this.view[1] + shift]);
   }
 
+  get rowHeight() { return this.tall + this.gap; }
+  get height() { return this.top + this.lanes.length * this.rowHeight + 8; }
+
+  /** Show the order of the schedule under each row, stretched over the step, or hide it. */
+  showOrder(shown) {
+    this.gap = shown ? 12 : 4;
+    this.canvas.style.height = `${this.height}px`;
+    this.canvas.redraw();
+  }
+
   /** Where the clock of the axis begins. */
   get origin() { return this.steps.length ? this.steps[0].start : this.all[0]; }
   get left() { return this.compact ? 58 : 84; }
@@ -89,7 +106,7 @@ class TracePicture {
       if (top + this.rowHeight >= first && top <= last) inSight.push([lane, top]);
     });
     context.fillStyle = colours.lane;
-    for (const [, top] of inSight) context.fillRect(this.left, top, width, this.rowHeight - 12);
+    for (const [, top] of inSight) context.fillRect(this.left, top, width, this.tall);
     if (this.range) shadeRange(this, context, width, colours);
     for (const [lane, top] of inSight) this.drawLane(context, width, lane, top, colours);
     if (this.chosen) drawTransfers(this, context, width, colours);
@@ -98,7 +115,7 @@ class TracePicture {
     context.restore();
     context.fillStyle = colours.ink;
     this.lanes.forEach((lane, i) => {
-      context.fillText(lane.name, 4, this.top + i * this.rowHeight + (this.rowHeight - 10) / 2);
+      context.fillText(lane.name, 4, this.top + i * this.rowHeight + this.tall / 2 + 0.5);
     });
   }
 
@@ -145,7 +162,7 @@ class TracePicture {
   }
 
   drawLane(context, width, lane, top, colours) {
-    const tall = this.rowHeight - 12, ideal = top + tall + 2, paints = this.paintsOn(colours.lane);
+    const { tall } = this, ideal = top + tall + 2, paints = this.paintsOn(colours.lane);
     let i = firstEndingAfter(lane, this.view[0]), painted = -1;
     for (; i < lane.size && lane.start[i] < this.view[1] && lane.start[i] <= this.until; i++) {
       const task = this.tasks[lane.task[i]], computes = this.computes[lane.task[i]];
@@ -156,21 +173,21 @@ class TracePicture {
       const dim = this.wanted && !this.wanted(lane, i);
       if (this.wanted) context.globalAlpha = dim ? 0.15 : 1;
       this.drawEvent(context, computes ? "compute" : task.kind, paints[lane.task[i]], x, end - x, top, tall);
-      if (computes && !dim) this.drawLabel(context, this.on === "cores" && this.profile.stages.length > 1 ? `${task.phase}${task.stage}.` : task.phase, lane.batch[i], paints[lane.task[i]].ink, Math.max(x, this.left), Math.min(end, width), top + tall / 2 + 0.5);
+      if (computes && !dim) this.drawLabel(context, `${task.phase}${this.shades ? `${task.stage}.` : ""}${lane.batch[i]}`, paints[lane.task[i]].ink, Math.max(x, this.left), Math.min(end, width), top + tall / 2 + 0.5);
     }
     context.globalAlpha = 1;
     if (this.chosen && this.chosen[0] === lane) {
       const x = this.x(lane.start[this.chosen[1]], width), end = this.x(lane.end[this.chosen[1]], width);
       seamed(context, colours.card, colours.ink, 2, () => context.rect(x - 1, top - 1, Math.max(2, end - x) + 2, tall + 2));
     }
-    if (this.on === "devices" && this.until === Infinity) this.drawIdeal(context, width, lane, ideal, paints.actions);
+    if (this.gap > 4 && this.until === Infinity) this.drawOrder(context, width, lane, ideal, paints.actions);
   }
 
-  /** The colours of each row of the table on a ground; `actions`: of a stage's phases. */
+  /** The colours of each row of the table on a ground; `actions`: of phases. */
   paintsOn(ground) {
     if (!this.paints || this.paints.ground !== ground) {
-      this.paints = this.tasks.map((task, i) => barOn(this.computes[i] ? stageColour(task.stage, task.phase) : task.stage < 0 ? OTHER : mixed(stageColour(task.stage), OTHER, 0.55), ground));
-      const actions = this.profile.stages.map((_, stage) => Object.fromEntries(Object.keys(PHASES).map((phase) => [phase, barOn(stageColour(stage, phase), ground)])));
+      this.paints = this.tasks.map((task, i) => barOn(this.computes[i] ? phaseColour(task.phase, this.shades && this.shades[task.stage]) : OTHER, ground));
+      const actions = Object.fromEntries(Object.keys(PHASES).map((phase) => [phase, barOn(phaseColour(phase), ground)]));
       Object.assign(this.paints, { ground, actions });
     }
     return this.paints;
@@ -191,11 +208,12 @@ class TracePicture {
     }
   }
 
-  drawLabel(context, phase, batch, ink, x, end, y) {
-    const label = String(batch), wide = end - x;
-    if (wide <= 9 + 7 * label.length) return;
+  /** Phase and micro-batch in the middle of a bar, if the bar is wide enough. */
+  drawLabel(context, label, ink, x, end, y) {
+    const wide = context.measureText(label).width;
+    if (wide + 4 > end - x) return;
     context.fillStyle = ink;
-    context.fillText(wide > 28 + 7 * phase.length ? phase + label : label, x + 4, y);
+    context.fillText(label, (x + end - wide) / 2, y);
   }
 
   hatch(context) {
@@ -203,7 +221,7 @@ class TracePicture {
       const tile = document.createElement("canvas");
       tile.width = tile.height = 6;
       const paint = tile.getContext("2d");
-      paint.fillStyle = "#4d5a68"; paint.fillRect(0, 0, 6, 6);
+      paint.fillStyle = UPDATE; paint.fillRect(0, 0, 6, 6);
       paint.strokeStyle = "#c3ccd6"; paint.lineWidth = 1.2;
       paint.beginPath(); paint.moveTo(-1, 7); paint.lineTo(7, -1); paint.stroke();
       this.tile = context.createPattern(tile, "repeat");
@@ -211,8 +229,7 @@ class TracePicture {
     return this.tile;
   }
 
-  /** The order of the schedule, stretched over the step. */
-  drawIdeal(context, width, lane, top, paints) {
+  drawOrder(context, width, lane, top, paints) {
     const length = this.profile.facts.schedule_length;
     if (!length) return;
     const own = this.ticks.get(lane.place) || [];
@@ -221,9 +238,9 @@ class TracePicture {
       const unit = (step.end - step.start) / length;
       if ((unit * (width - this.left)) / (this.view[1] - this.view[0]) < 2) continue; // nobody could tell its actions apart
       for (let i = firstTick(own, Math.floor((this.view[0] - step.start) / unit)); i < own.length; i++) {
-        const { tick, stage, phase } = own[i], x = Math.round(this.x(step.start + tick * unit, width)), end = Math.round(this.x(step.start + (tick + 1) * unit, width));
+        const { tick, phase } = own[i], x = Math.round(this.x(step.start + tick * unit, width)), end = Math.round(this.x(step.start + (tick + 1) * unit, width));
         if (x > width) break;
-        this.drawEvent(context, "compute", paints[stage][phase], x, Math.max(1, end - x), top, 6);
+        this.drawEvent(context, "compute", paints[phase], x, Math.max(1, end - x), top, 6);
       }
     }
   }
