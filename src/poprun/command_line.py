@@ -205,6 +205,8 @@ class _Parser(CommandParser):
         meant = [full for full in known if name.startswith("--") and full.startswith(name)]
         if len({id(known[full]) for full in meant}) == 1:
             return known[meant[0]]
+        if name in ("-n", "-np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
+            self.error(f"unknown option {name}\n  fix: --num-instances N --num-replicas N")
         if meant:
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
         self.exit_for_unknown_option(name)
@@ -233,18 +235,25 @@ class _Parser(CommandParser):
             if name in _LEAST and value is not None and not value >= _LEAST[name]:
                 self.error(f"--{name.replace('_', '-')} must be at least {_LEAST[name]}, got {value:g}")
         fewest, most = (smallest, *largest) if largest else (0, smallest)
+        if fewest > most:
+            self.error(
+                f"--num-instances {text}: the smaller number is first\n  fix: --num-instances {most}:{fewest}"
+            )
         if fewest and not options.checkpoint_dir:
             self.error(f"--num-instances {text} needs a folder\n  fix: add --checkpoint-dir DIR")
-        several = most // replicas if most > replicas and most % replicas == 0 else 0
-        counts = range(fewest or most, most + 1)
-        possible = [count for count in counts if can_run(replicas, options.ipus_per_replica, count)]
+        ipus, counts = options.ipus_per_replica, range(fewest or most, most + 1)
+        possible = [count for count in counts if can_run(replicas, ipus, count)]
         if not possible:
             meant = f"any number from {fewest} to {most}" if fewest else f"--num-instances {most}"
+            fits = [str(count) for count in range(1, replicas * ipus + 1) if can_run(replicas, ipus, count)]
+            fixes = [f"--num-instances {' or '.join(fits)}"] if len(fits) > 1 else []
+            fixes += [f"--num-replicas {-(-replicas // most) * most}, which makes the effective batch larger"]
+            if most > replicas and most % replicas == 0:
+                several = most // replicas
+                fixes += [f"--ipus-per-replica {several}, for replicas of {several} instances each"]
             self.error(
                 f"--num-replicas {replicas}{' (the default)' * (replicas == 1)} is not a multiple of {meant}: every"
-                f" instance runs the same number of replicas\n  fix: --num-replicas {-(-replicas // most) * most}"
-                + f"; or --ipus-per-replica {several}, for replicas of {several} instances each"
-                * bool(several)
+                f" instance runs the same number of replicas\n  fix: {'; or '.join(fixes)}"
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)

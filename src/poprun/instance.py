@@ -27,7 +27,7 @@ def main() -> None:
         start = f"python3 {program[0] if program[0].endswith('.py') else 'train.py'}"
         print(
             f"poprun: {program[0]} can't be started: {error.strerror}\n"
-            f"  fix: name a program that is on PATH, such as: poprun --num-instances 2 {start}",
+            f"  fix: name a program that is on PATH, such as: poprun --num-replicas 2 --num-instances 2 {start}",
             file=sys.stderr,
         )
         sys.exit(127)

@@ -121,7 +121,7 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("", "the program is missing\n  fix: poprun [options] program [args...]"),
         (
             "--num-instances 2 python3",
-            "every instance runs the same number of replicas\n  fix: --num-replicas 2",
+            "every instance runs the same number of replicas\n  fix: --num-replicas 2, which makes",
         ),
         ("--num-replcas 2 python3", "unknown option --num-replcas; did you mean '--num-replicas'?"),
         ("--num-replicas 4", "the program is missing"),
@@ -131,8 +131,11 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("--num-replicas=0 python3", "--num-replicas must be at least 1, got 0"),
         (
             "--num-replicas=4 --num-instances=3 python3",
-            "--num-replicas 4 is not a multiple of --num-instances 3",
+            "--num-replicas 4 is not a multiple of --num-instances 3: every instance runs the same number of replicas\n"
+            "  fix: --num-instances 1 or 2 or 4; or --num-replicas 6, which makes the effective batch larger\n",
         ),
+        ("--num-instances=4:2 a", "4:2: the smaller number is first\n  fix: --num-instances 2:4"),
+        ("-np 2 python3", "unknown option -np\n  fix: --num-instances N --num-replicas N"),
         (
             "--num-replicas=8 --num-instances=2:8 python3",
             "--num-instances 2:8 needs a folder\n  fix: add --checkpoint-dir DIR",
@@ -140,6 +143,11 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         (
             "--num-replicas=8 --num-instances=5:7 --checkpoint-dir=c a",
             "is not a multiple of any number from 5 to 7",
+        ),
+        (
+            "--num-instances=4 --num-replicas=2 --ipus-per-replica=3 python3",
+            "fix: --num-instances 1 or 2 or 6; or --num-replicas 4, which makes the effective batch larger;"
+            " or --ipus-per-replica 2, for replicas of 2 instances each",
         ),
         ("--num-instances=two a", "argument --num-instances: invalid value: 'two'\n  fix: a number, or 2:8"),
         ("--no-such-option python3", "unknown option --no-such-option"),
@@ -213,10 +221,3 @@ def test_an_elastic_run_has_the_numbers_of_instances_that_can_run_all_replicas()
     """A node with room for 3 instances used to wait because "3 are the fewest"."""
     words = ("--num-replicas=2", "--num-instances=3:9", "--checkpoint-dir=c", "--ipus-per-replica=4", "t")
     assert (parse(words).fewest_instances, parse(words).instances) == (4, 8)
-
-
-def test_ipus_that_the_instances_of_a_replica_can_not_divide_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        parse(("--num-instances=4", "--num-replicas=2", "--ipus-per-replica=3", "python3"))
-    said = capsys.readouterr().err
-    assert "fix: --num-replicas 4; or --ipus-per-replica 2, for replicas of 2 instances each" in said
