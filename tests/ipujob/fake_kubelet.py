@@ -121,19 +121,8 @@ class FakeKubelet:
                 )  # fmt: skip
             except OSError as error:
                 log.write(f"{error}\n".encode())
-                self._say(
-                    pod,
-                    "Failed",
-                    started,
-                    {
-                        "terminated": {
-                            "exitCode": 127,
-                            "reason": "ContainerCannotRun",
-                            "startedAt": started,
-                            "finishedAt": stamp(),
-                        }
-                    },
-                )
+                ended = {"exitCode": 127, "startedAt": started, "finishedAt": stamp()}
+                self._say(pod, "Failed", started, {"terminated": ended})
                 return
             self._running[uid] = process
             self._say(pod, "Running", started, {"running": {"startedAt": started}})
@@ -142,13 +131,8 @@ class FakeKubelet:
                 code = process.wait(deadline)
             except subprocess.TimeoutExpired:
                 self._kill(process)
-                self._say(
-                    pod,
-                    "Failed",
-                    started,
-                    {"terminated": {"exitCode": 143, "startedAt": started, "finishedAt": stamp()}},
-                    reason="DeadlineExceeded",
-                )
+                ended = {"exitCode": 143, "startedAt": started, "finishedAt": stamp()}
+                self._say(pod, "Failed", started, {"terminated": ended}, reason="DeadlineExceeded")
                 return
         code = 128 - code if code < 0 else code
         reason = "Error" if code else "Completed"

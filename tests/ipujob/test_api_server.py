@@ -5,7 +5,6 @@ import urllib.error
 import pytest
 import yaml
 from jobs import FILES, job, seed
-from long_runs import kill
 from real_cluster import JOBS, PODS, binaries, world
 
 from ipujob.cli import main
@@ -140,13 +139,6 @@ def test_a_listed_exit_code_restarts_and_others_do_not(real, ipujob):
     assert "Succeeded   1" in said and "Restarting: restart 1" in said
 
 
-def test_the_back_off_limit_ends_a_job(real):
-    real.create(shell("never", "exit 7", restartPolicy={"type": "OnFailure", "backOffLimit": 2}))
-    status = real.end("never")
-    assert (status["launcherStatus"], status["restartCount"]) == ("Failed", 2)
-    assert status["lastMessage"] == "1 of 1 instances failed: never-worker-0 exited with 7"
-
-
 def test_scaling_while_it_runs(real):
     real.create(shell("servers", "sleep 1000", jobInstances=2))
     real.running("servers", "2 of 2 instances running")
@@ -157,11 +149,6 @@ def test_scaling_while_it_runs(real):
         real.running("servers", f"{wanted} of {wanted} instances running")
         real.wait(lambda: sorted(real.pods("servers")) == [f"servers-worker-{k}" for k in range(wanted)])  # noqa: B023
     real.cluster.call("DELETE", f"{JOBS}/servers")
-
-
-def test_an_interactive_job_is_completed_when_its_time_is_over(real):
-    real.create(job("shell", interactive={"ttl": 1}, container={"command": None}))
-    assert real.end("shell")["launcherStatus"] == "Completed"
 
 
 def test_clean_pod_policy_all_takes_pods_and_service_away(real):
@@ -218,22 +205,9 @@ def test_an_account_without_rights_is_told(real, monkeypatch, capsys):
     assert said.startswith("ipujob: not allowed: ") and "fix: ask for rights" in said
 
 
-def test_faults_of_objects_that_came_by_kubectl_are_told(real):
-    real.create(job("odd", ipusPerJobInstance="6", workers={"replicas": 4}))
-    real.wait(lambda: real.status("odd").get("launcherStatus") == "Failed")
-    assert real.status("odd")["lastMessage"] == (
-        "ipusPerJobInstance 6 can't be shared out over 4 workers with 1 replica each"
-    )
-
-
 def test_a_rendered_job_is_run_by_the_clusters_own_controller(real, capsys):
     assert main(["render", str(FILES / "bert.yaml"), "--name", "plain"]) == 0
     (made,) = yaml.safe_load_all(capsys.readouterr().out)
     real.cluster.call("POST", "/apis/batch/v1/namespaces/default/jobs", made)
     path = "/apis/batch/v1/namespaces/default/jobs/plain-worker"
     assert real.wait(lambda: real.cluster.call("GET", path)["status"].get("succeeded")) == 1
-
-
-def test_operators_that_are_killed_again_and_again_lose_nothing(real):
-    """Two at once; the long run, with a hundred kills, is `python tests/ipujob/long_runs.py kill`."""
-    assert kill(real, jobs=6, kills=8, seed=1) == []

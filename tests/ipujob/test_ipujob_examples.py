@@ -1,13 +1,10 @@
 """The files of examples/ipujob: each runs here as it stands, and two workers give the bits of one process."""
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -58,99 +55,15 @@ def test_two_workers_give_the_bits_of_one_process(alone):
     assert weights(text) == weights(alone)
 
 
-def namespaces_can_be_made():
-    if os.geteuid() or not all(map(shutil.which, ("unshare", "nsenter", "ip", "mount"))):
-        return False
-    return subprocess.run(["unshare", "-num", "true"], capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    """Two hosts with an address and a name each, as pods have: what runs a command in the k-th of them."""
-    if not namespaces_can_be_made():
-        pytest.skip("network namespaces can't be made here: not root, or no unshare, nsenter, ip")
-    holders = [subprocess.Popen(["unshare", "-num", "sleep", "600"]) for _ in range(2)]
-    pids = [str(holder.pid) for holder in holders]
-    table = tmp_path / "hosts"
-    lines = [
-        f"10.213.7.{k + 1} two-workers-worker-{k}.two-workers two-workers-worker-{k}\n" for k in range(2)
-    ]
-    table.write_text("127.0.0.1 localhost\n" + "".join(lines))
-
-    def inside(k, *words):
-        return ["nsenter", "-t", pids[k], "-n", "-u", "-m", *map(str, words)]
-
-    try:
-        own = os.readlink("/proc/self/ns/net")
-        while any(os.readlink(f"/proc/{pid}/ns/net") == own for pid in pids):
-            time.sleep(0.02)
-        link = [
-            "ip",
-            "link",
-            "add",
-            "v0",
-            "netns",
-            pids[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "v1",
-            "netns",
-            pids[1],
-        ]
-        subprocess.run(link, check=True)
-        for k in range(2):
-            for words in (
-                ("ip", "addr", "add", f"10.213.7.{k + 1}/24", "dev", f"v{k}"),
-                ("ip", "link", "set", f"v{k}", "up"),
-                ("ip", "link", "set", "lo", "up"),
-                ("hostname", f"two-workers-worker-{k}"),
-                ("mount", "--bind", table, "/etc/hosts"),
-            ):
-                subprocess.run(inside(k, *words), check=True)
-        yield inside
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-
-
-def test_two_hosts_find_each_other_by_the_names_of_their_service(hosts, alone, capsys):
-    """Two network namespaces run what the pods of the file say, with nothing changed but the folder of the examples."""
-    assert main(["render", str(FOLDER / "two_workers.yaml"), "--as", "pod"]) == 0
-    pods = [each for each in yaml.safe_load_all(capsys.readouterr().out) if each["kind"] == "Pod"]
-    running = []
-    for k, pod in enumerate(pods):
-        worker = pod["spec"]["containers"][0]
-        told = {each["name"]: each["value"] for each in worker["env"]} | {"EXAMPLES": str(EXAMPLES)}
-        assert told["MASTER_ADDR"] == "two-workers-worker-0.two-workers"
-        command = [word.replace("$(EXAMPLES)", str(EXAMPLES)) for word in worker["command"] + worker["args"]]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        command[0] = f"{Path(sys.executable).parent}/{command[0]}"
-        words = hosts(
-            k, "env", f"PATH={path}", *(f"{name}={value}" for name, value in told.items()), *command
-        )
-        running.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    said = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    assert weights(said[0]) == weights(alone) and "weights" not in said[1]
-
-
 def test_servers_answer_here_and_end_with_ctrl_c(tmp_path):
     server = yaml.safe_load((FOLDER / "servers.yaml").read_text())
     server["spec"]["jobInstances"] = 1
     (tmp_path / "servers.yaml").write_text(yaml.safe_dump(server))
     words = [
         sys.executable,
-        "-m",
-        "ipujob",
-        "run",
-        tmp_path / "servers.yaml",
-        "--local",
+        *["-m", "ipujob", "run", "--local", "--env", "PORT=0"],
         *HERE,
-        "--env",
-        "PORT=0",
+        tmp_path / "servers.yaml",
     ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:

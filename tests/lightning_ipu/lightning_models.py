@@ -66,6 +66,18 @@ def weights(module):
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def assert_fits_as_on_the_cpu(kind=Classifier, data=loader, fits=1, optimizer=None, **more):
+    """Fit a module on ipus and on the CPU; compare the weights, bit for bit. Return the modules."""
+    modules = {}
+    for accelerator in ("ipu", "cpu"):
+        module = modules[accelerator] = made(kind, **({"optimizer": optimizer} if optimizer else {}))
+        for _ in range(fits):
+            arguments = {name: value() if callable(value) else value for name, value in more.items()}
+            trainer(accelerator, **arguments).fit(module, data())
+    assert differing(weights(modules["ipu"]), weights(modules["cpu"])) == []
+    return modules
+
+
 def differing(one, other):
     """The names of weights that are not equal to the last bit."""
     assert one.keys() == other.keys()

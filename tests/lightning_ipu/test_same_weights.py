@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging
-from lightning_models import Classifier, differing, loader, made, trainer, weights
+from lightning_models import Classifier, assert_fits_as_on_the_cpu, differing, loader, made, trainer, weights
 from torch.nn import functional
 
 import poptorch
@@ -61,13 +61,8 @@ def test_with_clipped_gradients(algorithm):
 
 
 def test_with_averaged_weights_that_a_callback_keeps():
-    found = {}
-    for accelerator in ("ipu", "cpu"):
-        run = trainer(accelerator, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
-        module = made(optimizer=OPTIMIZERS["adam"])
-        run.fit(module, loader(), loader())
-        found[accelerator] = weights(module)
-    assert differing(found["ipu"], found["cpu"]) == []
+    averaging = {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)]}
+    assert_fits_as_on_the_cpu(optimizer=OPTIMIZERS["adam"], max_epochs=2, **averaging)
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +128,8 @@ class Freezing(Callback):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("trained", [(True, False, True), (False, True, False)])
 def test_parameters_that_are_frozen_or_trained_again_during_the_fit(name, trained):
-    found = {}
-    for accelerator in ("ipu", "cpu"):
-        module = made(optimizer=OPTIMIZERS[name])
-        trainer(accelerator, max_epochs=3, callbacks=[Freezing(trained)]).fit(module, loader())
-        found[accelerator] = weights(module)
-    assert differing(found["ipu"], found["cpu"]) == []
+    freezing = [Freezing(trained)]
+    assert_fits_as_on_the_cpu(optimizer=OPTIMIZERS[name], max_epochs=3, callbacks=freezing)
 
 
 class WithBackbone(Classifier):
@@ -152,13 +143,10 @@ class WithBackbone(Classifier):
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_a_backbone_that_joins_the_optimizer_during_the_fit(name):
-    found = {}
-    for accelerator in ("ipu", "cpu"):
-        module = made(WithBackbone, optimizer=OPTIMIZERS[name])
-        joining = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.05)
-        trainer(accelerator, max_epochs=4, callbacks=[joining]).fit(module, loader())
-        found[accelerator] = weights(module)
-    assert differing(found["ipu"], found["cpu"]) == []
+    def joining():
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.05)]
+
+    assert_fits_as_on_the_cpu(WithBackbone, optimizer=OPTIMIZERS[name], max_epochs=4, callbacks=joining)
 
 
 class Dropping(Classifier):
@@ -190,18 +178,8 @@ class Halving(Callback):
 
 
 def test_a_callback_may_write_into_weights_while_training():
-    found = {}
-    for accelerator in ("ipu", "cpu"):
-        module = made(optimizer=OPTIMIZERS["sgd"])
-        trainer(accelerator, callbacks=[Halving()]).fit(module, loader())
-        found[accelerator] = weights(module)
-    assert differing(found["ipu"], found["cpu"]) == []
+    assert_fits_as_on_the_cpu(callbacks=[Halving()])
 
 
 def test_two_fits_with_one_module_go_on():
-    modules = {}
-    for accelerator in ("ipu", "cpu"):
-        module = modules[accelerator] = made(optimizer=OPTIMIZERS["sgd"])
-        for _ in range(2):
-            trainer(accelerator).fit(module, loader())
-    assert differing(weights(modules["ipu"]), weights(modules["cpu"])) == []
+    assert_fits_as_on_the_cpu(fits=2)

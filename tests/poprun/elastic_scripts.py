@@ -1,12 +1,10 @@
-"""Random scripts of kills, stops, partitions, damage and returns: each elastic run ends in the undisturbed state.
+"""Random scripts of kills, stops and returns: each elastic run ends in the undisturbed state.
 
     python tests/poprun/elastic_scripts.py --scripts 100 [--seed 0]
 
-A script starts a poprun with room for some instances, on one of two hosts (network namespaces, where allowed).
-At some calls instance 0 waits, and one of these is done: SIGKILL to an instance, to a poprun's guard or to its agent;
-SIGSTOP to an agent, or to one of several instances, which the others have to notice; another poprun; the hosts can't
-reach each other; the disk with the checkpoint folder is full; the newest checkpoint is damaged and an instance killed.
-At the next such call stopped agents continue, and network and disk are as before. The last line counts the scripts that
+A script starts a poprun with room for some instances. At some calls instance 0 waits, and one of these is done: SIGKILL
+to an instance, to a poprun's guard or to its agent; SIGSTOP to one of several instances, which the others have to
+notice; another poprun. The last line counts the scripts that
 did not end, and those that ended in another state or read other rows.
 """
 
@@ -39,15 +37,6 @@ ACTIONS = (
     "another poprun",
     "another poprun",
 )
-MORE_ACTIONS = (
-    "another poprun",
-    "another poprun",
-    "stop an agent",
-    "damage a checkpoint",
-    "cut the network",
-    "fill the disk",
-)
-FILLER = "another program's"
 
 
 def undisturbed(folder):
@@ -89,81 +78,9 @@ def instances_of(run):
     return [pid for pid in run.processes(PROGRAM.name) if pid not in (run.pid, run.agent())]
 
 
-class Hosts:
-    """Two hosts in network namespaces, with one disk for their checkpoints; without the right to make them, nothing."""
-
-    def __init__(self, folder):
-        self.disk, self.names = folder / "checkpoints", []
-        self.disk.mkdir(exist_ok=True)
-        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "pando", str(self.disk)]
-        self.is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-        names = [f"pando{number}-{os.getpid()}-{folder.name[-12:]}" for number in range(2)]
-        if all(ip("netns", "add", name) for name in names):
-            self.names = names
-            cable = f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}"
-            assert ip(*cable.split())
-            for number, name in enumerate(names):
-                assert ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
-                assert all(ip("-n", name, "link", "set", device, "up") for device in ("lo", "cable"))
-
-    def variables(self, chance):
-        """What makes a poprun run on one of the hosts."""
-        if not self.names:
-            return {}
-        return {"TEST_NETWORK": chance.choice(self.names), "MASTER_ADDR": "10.77.0.9"}
-
-    def cut(self):
-        """From here on packets between the hosts vanish."""
-        return bool(self.names) and ip("-n", self.names[0], "route", "add", "blackhole", "10.77.0.2/32")
-
-    def fill(self):
-        if self.is_mounted:
-            with contextlib.suppress(OSError), open(self.disk / FILLER, "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(512))
-        return self.is_mounted
-
-    def mend(self):
-        if self.names:
-            ip("-n", self.names[0], "route", "del", "blackhole", "10.77.0.2/32")
-        (self.disk / FILLER).unlink(missing_ok=True)
-
-    def close(self):
-        for name in self.names:
-            ip("netns", "del", name)
-        if self.is_mounted:
-            subprocess.run(["umount", "--lazy", str(self.disk)], check=False)
-
-
-def ip(*words):
-    with contextlib.suppress(FileNotFoundError):
-        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
-    return False
-
-
-def damage(folder, chance):
-    """Flip a bit of the newest checkpoint, or cut a file of it."""
-    calls = [path for path in (folder / "checkpoints").glob("call-*") if path.name[5:].isdecimal()]
-    if calls:
-        path = chance.choice(sorted(max(calls, key=lambda path: int(path.name[5:])).iterdir()))
-        content = bytearray(path.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        path.write_bytes(content[: chance.choice((None, len(content) // 2))])
-
-
-def act(action, chance, runs, start, folder, hosts):
-    """Do what the script says; return the process ids of stopped agents."""
+def act(action, chance, runs, start):
+    """Do what the script says."""
     run = chance.choice(runs)
-    if action == "stop an agent":
-        agent = run.agent()
-        os.kill(agent, signal.SIGSTOP)
-        return [agent]
-    if action == "damage a checkpoint":
-        damage(folder, chance)
-        action = "kill an instance"
-    if action in ("cut the network", "fill the disk"):
-        hosts.cut() if action == "cut the network" else hosts.fill()
-        return []
     if action == "another poprun":
         start()
     elif action == "kill a guard":
@@ -181,44 +98,23 @@ def act(action, chance, runs, start, folder, hosts):
                 os.kill(chance.choice(instances), signal.SIGSTOP if stops else signal.SIGKILL)
                 break
             time.sleep(0.02)
-    return []
 
 
-def play(poprun, folder, seed, more=False):
-    """Play a script, with `more` of all actions. Returns: what was done, and the number of instances at the end."""
-    if not more:
-        return play_on(poprun, folder, seed, None, ACTIONS)
-    hosts = Hosts(folder)
-    try:
-        return play_on(poprun, folder, seed, hosts, (*ACTIONS, *MORE_ACTIONS))
-    finally:
-        hosts.close()
-
-
-def play_on(poprun, folder, seed, hosts, actions):
+def play(poprun, folder, seed):
+    """Play a script. Returns: what was done, and the number of instances at the end."""
     chance = random.Random(seed)
     calls = sorted(chance.sample(range(1, CALLS), chance.randint(1, 4)))
     mode = ("Sync", "Async", "AsyncRebatched")[seed % 3]
-    done, runs, stopped = [mode], [], []
+    done, runs = [mode], []
 
     def start():
         slots = chance.choice((1, 1, 2, 2, 3, 4, 8))
         options = (f"--instances-per-node={slots}", "--wait-limit=30", "--max-restarts=9")
-        place = hosts.variables(chance) if hosts else {}
-        runs.append(
-            poprun(*command(folder, *options, holds=[f"{call}-0" for call in calls]), MODE=mode, **place)
-        )
+        runs.append(poprun(*command(folder, *options, holds=[f"{call}-0" for call in calls]), MODE=mode))
         done.append(f"a poprun with {slots}")
 
     def said():
         return "".join(run.said() for run in runs)
-
-    def mend():
-        while stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stopped.pop(), signal.SIGCONT)
-        if hosts:
-            hosts.mend()
 
     start()
     for call in calls:
@@ -226,19 +122,13 @@ def play_on(poprun, folder, seed, hosts, actions):
         while f"holds {call}-0 " not in said():
             assert time.monotonic() < until, f"{done}: call {call} is not reached\n{said()}"
             time.sleep(0.02)
-        mend()
         alive = [run for run in runs if not run.has_ended()]
-        action = chance.choice(actions)
+        action = chance.choice(ACTIONS)
         done.append(f"at call {call}: {action}")
-        stopped += act(action, chance, alive, start, folder, hosts)
+        act(action, chance, alive, start)
         if all(run.has_ended() for run in runs):
             start()
         (folder / f"go-{call}-0").touch()
-    if hosts:  # until the others have noticed what has happened, or have gone on without it
-        until = time.monotonic() + chance.choice((0, 45))
-        while time.monotonic() < until and not all(run.has_ended() for run in runs):
-            time.sleep(0.1)
-        mend()
     for run in runs:
         run.wait()
     assert any(run.code == 0 for run in runs), f"{done}\n{said()}"
@@ -267,7 +157,7 @@ def main():
                 return runs[-1]
 
             try:
-                done, instances = play(poprun, folder, seed, more=True)
+                done, instances = play(poprun, folder, seed)
                 ended.append(seed)
                 where = difference(outcome(folder, instances), expected)
                 assert not where, f"{where} after {', '.join(done)}"

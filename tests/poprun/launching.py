@@ -135,6 +135,12 @@ def elastic(folder: Path, *more) -> tuple:
 ONE_EACH = "--instances-per-node=1"
 
 
+def nodes(poprun, *words, ranks=(0, 1), count=2, **variables):
+    """Popruns as a scheduler starts them on the nodes of a run, of which an elastic run's first round waits for all."""
+    common = {"POPRUN_NUM_NODES": str(count), "MASTER_ADDR": "127.0.0.1", **variables}
+    return [poprun(*words, POPRUN_NODE_RANK=str(rank), **common) for rank in ranks]
+
+
 def until_changed(record: Path) -> None:
     """Wait until a poprun has renewed its record."""
     before, until = record.read_text(), time.monotonic() + LIMIT

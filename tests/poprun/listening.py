@@ -24,13 +24,13 @@ def _address(text):
     return ipaddress.ip_address(b"".join(words))
 
 
-def addresses(pids):
-    """(address, port) of each socket at which one of these processes listens."""
-    inodes, found = _inodes(pids), []
+def addresses(pids=None):
+    """(address, port) of each socket at which one of these processes listens; None: any in this network."""
+    inodes, found = pids and _inodes(pids), []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == _LISTENS and fields[9] in inodes:
+            if fields[3] == _LISTENS and (inodes is None or fields[9] in inodes):
                 address, port = fields[1].split(":")
                 found.append((_address(address), int(port, 16)))
     return sorted(set(found), key=str)

@@ -12,7 +12,7 @@ import sys
 import elastic_scripts
 import pytest
 from elastic_scripts import command, difference, outcome, play
-from launching import ONE_EACH, elastic, until_changed
+from launching import ONE_EACH, elastic, nodes, until_changed
 
 
 @pytest.fixture(scope="session")
@@ -168,8 +168,7 @@ def test_a_stopped_node_is_named_and_left_out_when_an_instance_of_another_node_f
         "while os.environ['WORLD_SIZE'] == '2': time.sleep(0.1)"
     )
     words = elastic(tmp_path, ONE_EACH)
-    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
-    runs = [poprun(*words, *PYTHON, program, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2)]
+    runs = nodes(poprun, *words, *PYTHON, program)
     for run in runs:
         run.until("0 runs 2.")
     (line,) = [line for line in runs[0].said().splitlines() if "runs 2." in line]
@@ -228,11 +227,7 @@ def small_disk(tmp_path):
 def test_on_a_full_disk_the_survivor_of_two_nodes_waits_for_space(poprun, tmp_path, small_disk):
     """It ended with a traceback."""
     words = elastic(small_disk, ONE_EACH)
-    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}
-    runs = [
-        poprun(*words, *PYTHON, STAYS, tmp_path / "end", POPRUN_NODE_RANK=str(rank), **variables)
-        for rank in range(2)
-    ]
+    runs = nodes(poprun, *words, *PYTHON, STAYS, tmp_path / "end")
     for run in runs:
         run.until("attempt 0")
     with (

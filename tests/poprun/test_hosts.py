@@ -79,6 +79,7 @@ def listening(host):
     """The addresses at which anything listens on a host."""
     found = subprocess.run(
         ["ip", "netns", "exec", host, sys.executable, "-S", "-c", LISTENS],
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -87,16 +88,7 @@ def listening(host):
     return set(found.stdout.split())
 
 
-LISTENS = """
-import glob, ipaddress
-for path in glob.glob("/proc/net/tcp*"):
-    for line in open(path).read().splitlines()[1:]:
-        place, state = line.split()[1], line.split()[3]
-        text = place.partition(":")[0]
-        words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
-        if state == "0A":
-            print(ipaddress.ip_address(b"".join(words)))
-"""
+LISTENS = "import listening; print(*(address for address, _ in listening.addresses()))"
 WAITS = """
 import popdist, sys, time, os
 popdist.init()

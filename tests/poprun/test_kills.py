@@ -1,7 +1,4 @@
-"""Instances and poprun itself are killed, and the training ends in the bits of one that nobody killed.
-
-`kill_often.py` does the same at random moments, as often as it is told.
-"""
+"""Instances and poprun itself are killed, and the training ends in the bits of one that nobody killed."""
 
 import os
 import signal
@@ -10,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import nodes
 
 import poptorch
 
@@ -113,8 +111,7 @@ def test_an_elastic_run_goes_on_with_other_divisions_of_a_replica_over_processes
         *("--instances-per-node", 1, "--checkpoint-dir", tmp_path, sys.executable, PROGRAM, tmp_path),
         *(CALLS, "--hold", 3),
     )
-    variables = {"POPRUN_NUM_NODES": "2", "MASTER_ADDR": "127.0.0.1"}  # the first round waits for both
-    first, second = (poprun(*words, POPRUN_NODE_RANK=str(rank), **variables) for rank in range(2))
+    first, second = nodes(poprun, *words)
     first.until("held in ", LIMIT)
     second.until("held in ", LIMIT)
     for process in (second.pid, *second.processes("checkpoint_program")):

@@ -9,25 +9,16 @@ from contextlib import suppress
 
 import launching
 import pytest
+from launching import nodes
 from ports import free_port
 
 PYTHON = (sys.executable, "-S", "-c")
 PLACE = "import os; print(*(os.environ[n] for n in ('GROUP_RANK', 'RANK', 'LOCAL_RANK', 'POPDIST_NUM_TOTAL_REPLICAS')))"
 
 
-def nodes(poprun, count, words, ranks=None, **variables):
-    common = {
-        "POPRUN_NUM_NODES": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **variables,
-    }
-    return [poprun(*words, POPRUN_NODE_RANK=str(rank), **common) for rank in ranks or range(count)]
-
-
 def test_popruns_on_two_nodes_start_a_half_each(poprun):
     words = ("--num-replicas=8", "--num-instances=4", "--print-topology=yes", *PYTHON, PLACE)
-    first, second = nodes(poprun, 2, words)
+    first, second = nodes(poprun, *words, MASTER_PORT=str(free_port()))
     assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
     assert {line[2:] for line in first.out.read_text().splitlines()[-2:]} == {"0 0 8", "1 1 8"}
     assert {line[2:] for line in second.out.read_text().splitlines()} == {"2 0 8", "3 1 8"}
@@ -36,7 +27,7 @@ def test_popruns_on_two_nodes_start_a_half_each(poprun):
 
 def test_instances_that_two_nodes_can_not_share_are_refused(poprun):
     words = ("--num-replicas=3", "--num-instances=3", "true")
-    (run,) = nodes(poprun, 2, words, ranks=[1])
+    (run,) = nodes(poprun, *words, ranks=[1], MASTER_PORT=str(free_port()))
     assert run.wait() == 2
     assert "3 instances can't be shared out over 2 nodes" in run.said()
 
@@ -46,25 +37,23 @@ MEETS = (sys.executable, "-c", "import popdist; popdist.init()")
 
 def test_instances_of_a_node_that_does_not_come_are_named(poprun):
     words = ("--num-replicas=3", "--num-instances=3", *MEETS)
-    place = {"POPRUN_NUM_NODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    last = poprun(*words, POPRUN_NODE_RANK="2", **place)
-    first = poprun(*words, POPRUN_NODE_RANK="0", POPRUN_NODE_TIMEOUT="9", **place)
+    place = {"MASTER_PORT": str(free_port()), "POPRUN_NODE_TIMEOUT": "9"}
+    first, last = nodes(poprun, *words, ranks=(0, 2), count=3, **place)
     assert (first.wait(), last.wait()) == (1, 1)
     assert re.search(r"after 9 s instances? 1(, 2)? of 3 had not come to 127\.0\.0\.1:", first.said())
 
 
 def test_a_missing_first_node_is_named_by_its_address(poprun):
     words = ("--num-replicas=2", "--num-inst=2", *MEETS)
-    (run,) = nodes(poprun, 2, words, ranks=[1], POPRUN_NODE_TIMEOUT="1")
+    (run,) = nodes(poprun, *words, ranks=[1], MASTER_PORT=str(free_port()), POPRUN_NODE_TIMEOUT="1")
     assert run.wait() == 1
     assert "instance 1 found no store at 127.0.0.1:" in run.said()
 
 
 def test_two_nodes_of_one_number_are_refused(poprun):
     port = free_port()
-    place = {"POPRUN_NUM_NODES": "2", "POPRUN_NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     words = ("--num-replicas=2", "--num-instances=2", *MEETS)
-    poprun(*words, MASTER_PORT=str(port), **place)
+    nodes(poprun, *words, ranks=[0], MASTER_PORT=str(port))
     until = time.monotonic() + launching.LIMIT
     while True:
         with suppress(OSError):
@@ -72,14 +61,14 @@ def test_two_nodes_of_one_number_are_refused(poprun):
             break
         assert time.monotonic() < until
         time.sleep(0.05)
-    second = poprun(*words, MASTER_PORT=str(port), **place)
+    (second,) = nodes(poprun, *words, ranks=[0], MASTER_PORT=str(port))
     assert second.wait() == 1
     assert f"instance 0 can't use 127.0.0.1:{port}" in second.said()
 
 
 def test_restarts_of_popruns_that_a_scheduler_has_started_are_left_to_the_scheduler(poprun):
     words = ("--num-replicas=2", "--num-instances=2", "--max-restarts=2", *PYTHON, "raise SystemExit(4)")
-    first, second = nodes(poprun, 2, words)
+    first, second = nodes(poprun, *words, MASTER_PORT=str(free_port()))
     assert (first.wait(), second.wait()) == (4, 4)
     assert "--max-restarts has no effect if a scheduler starts a poprun on each node" in first.said()
     assert "--num-instances 2:2 --checkpoint-dir" in first.said()

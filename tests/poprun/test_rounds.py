@@ -15,6 +15,7 @@ from poprun.topology import Node
 
 REQUEST = CommandLine(("train",), replicas=4, instances=4, fewest_instances=2, max_restarts=1)
 NAMES = "abc"
+DONE, STOPPED, SAVED = {"state": "done"}, {"state": "stopped"}, {"checkpoint": 6}
 
 
 def me(name="a", **node):
@@ -60,130 +61,63 @@ def lost(names):
     return f"node{several} {names} lost: poprun has ended there, it is stopped, or the host does not answer"
 
 
-def changed(before, **to):
-    return replace(before, **to)
+def stopped(why="", names="ab"):
+    return replace(runs(names), state="stopped", why=why)
 
 
-# By what happens: the newest state, the records, the seconds since the last change, who decides; what follows.
+def case(newest, records, expected=None, now=1, who=me()):  # noqa: B008  a constant
+    """The newest state, the records of nodes, what follows (None: the same), seconds since the change, who decides."""
+    return newest, records, now, who, expected or newest
+
+
+SMALL, NO_ROOM = nodes("a", a={"slots": 1}), "there is room for 1 instances, and 2 are the fewest"
 TABLE = {
-    "nothing": (runs(), running(), 99, me(), runs()),
-    "all are done": (
-        runs(),
-        running(a={"state": "done"}, b={"state": "done"}),
-        1,
-        me("b"),
-        changed(runs(), state="finished"),
+    "nothing": case(runs(), running(), now=99),
+    "all are done": case(runs(), running(a=DONE, b=DONE), replace(runs(), state="finished"), who=me("b")),
+    "one is done": case(runs(), running(a=DONE)),
+    "a node was done in an earlier round": case(runs(), running(a=DONE, b={**DONE, "round": 2})),
+    "a record is missing": case(runs(), running("a"), stopped(lost("b"))),
+    "another poprun has the name": case(runs(), running(b={"id": "new"}), stopped(lost("b"))),
+    "two of three are lost": case(runs("abc"), running("b"), stopped(lost("a, c"), "abc"), who=me("b")),
+    "a node has stopped": case(runs(), running(b=STOPPED), stopped("node b has stopped its instances")),
+    "a node has not begun yet": case(runs(), running(b={**STOPPED, "round": 2})),
+    "a node can't be reached": case(
+        runs(), running(a={"unreached": {"id-b": " at b:2"}}), stopped("node a can't reach node b at b:2")
     ),
-    "one is done": (runs(), running(a={"state": "done"}), 1, me(), runs()),
-    "a node was done in an earlier round": (
-        runs(),
-        running(a={"state": "done"}, b={"state": "done", "round": 2}),
-        1,
-        me(),
-        runs(),
+    "another one can't reach a node": case(runs(), running(b={"unreached": {"id-a": " at"}})),
+    "a node outside can't reach one": case(
+        runs(), {**running(), **nodes("c", c={"unreached": {"id-a": " at"}})}, who=me("c")
     ),
-    "a record is missing": (runs(), running("a"), 1, me(), changed(runs(), state="stopped", why=lost("b"))),
-    "another poprun has the name": (
-        runs(),
-        running(b={"id": "new"}),
-        1,
-        me(),
-        changed(runs(), state="stopped", why=lost("b")),
+    "a node outside sees a lost one": case(runs(), running("bc"), who=me("c")),
+    "a node outside is the last one": case(runs(), nodes("c"), stopped(lost("a, b")), who=me("c")),
+    "a record of this node is missing": case(runs(), running("b")),
+    "a node has come": case(runs("a"), {**running("a"), **nodes("b")}),
+    "a node has come, then a checkpoint": case(
+        runs("a"), {**running("a", a=SAVED), **nodes("b")}, stopped(names="a")
     ),
-    "two of three are lost": (
-        runs("abc"),
-        running("b"),
-        1,
-        me("b"),
-        changed(runs("abc"), state="stopped", why=lost("a, c")),
-    ),
-    "a node has stopped": (
-        runs(),
-        running(b={"state": "stopped"}),
-        1,
-        me(),
-        changed(runs(), state="stopped", why="node b has stopped its instances"),
-    ),
-    "a node has not begun yet": (runs(), running(b={"state": "stopped", "round": 2}), 1, me(), runs()),
-    "a node can't be reached": (
-        runs(),
-        running(a={"unreached": {"id-b": " at b:2: no route"}}),
-        1,
-        me(),
-        changed(runs(), state="stopped", why="node a can't reach node b at b:2: no route"),
-    ),
-    "another one can't reach a node": (runs(), running(b={"unreached": {"id-a": " at"}}), 1, me(), runs()),
-    "a node outside can't reach one": (
-        runs("ab"),
-        {**running(), **nodes("c", c={"unreached": {"id-a": " at"}})},
-        1,
-        me("c"),
-        runs("ab"),
-    ),
-    "a node outside sees a lost one": (runs("ab"), running("bc"), 1, me("c"), runs("ab")),
-    "a node outside is the last one": (
-        runs("ab"),
-        nodes("c"),
-        1,
-        me("c"),
-        changed(runs("ab"), state="stopped", why=lost("a, b")),
-    ),
-    "a record of this node is missing": (runs(), running("b"), 1, me(), runs()),
-    "a node has come": (runs("a"), {**running("a"), **nodes("b")}, 1, me(), runs("a")),
-    "a node has come, then a checkpoint": (
+    "only the first node adds others": case(runs(), {**running(b=SAVED), **nodes("c")}, who=me("b")),
+    "no node is added at the end": case(
         runs("a"),
-        {**running("a", a={"checkpoint": 6}), **nodes("b")},
-        1,
-        me(),
-        changed(runs("a"), state="stopped"),
+        {**running("a", a=SAVED | DONE), **nodes("b", b={"since": 9})},
+        replace(runs("a"), state="finished"),
     ),
-    "only the first node adds others": (
-        runs(),
-        {**running(b={"checkpoint": 6}), **nodes("c")},
-        1,
-        me("b"),
-        runs(),
+    "a node has come that has no room": case(runs(), {**running(a=SAVED), **nodes("c", c={"slots": 0})}),
+    "a node has come that can't be reached": case(
+        runs("a"), {**running("a", a={**SAVED, "reached": []}), **nodes("b")}
     ),
-    "no node is added at the end": (
-        runs("a"),
-        {**running("a", a={"checkpoint": 6, "state": "done"}), **nodes("b", b={"since": 9})},
-        1,
-        me(),
-        changed(runs("a"), state="finished"),
-    ),
-    "a node has come that has no room": (
-        runs(),
-        {**running(a={"checkpoint": 6}), **nodes("c", c={"slots": 0})},
-        1,
-        me(),
-        runs(),
-    ),
-    "a node has come that can't be reached": (
-        runs("a"),
-        {**running("a", a={"checkpoint": 6, "reached": []}), **nodes("b")},
-        1,
-        me(),
-        runs("a"),
-    ),
-    "a node still runs": (changed(runs(), state="failed"), running(a={"state": "stopped"}), 1, me(), None),
-    "all have finished": (changed(runs(), state="finished"), nodes(), 1, me(), None),
-    "the run was given up": (changed(runs(), state="given up"), nodes(), 1, me(), None),
-    "expected nodes may come": (Round(), nodes("a"), FIRST_ROUND_PATIENCE - 1, me(count=2), None),
-    "too little room": (Round(), nodes("a", a={"slots": 1}), 599, me(), None),
-    "too little room for too long": (
-        Round(),
-        nodes("a", a={"slots": 1}),
-        600,
-        me(),
-        Round(state="given up", why="there is room for 1 instances, and 2 are the fewest", number=-1),
-    ),
+    "a node still runs": case(replace(runs(), state="failed"), running(a=STOPPED)),
+    "all have finished": case(replace(runs(), state="finished"), nodes()),
+    "the run was given up": case(replace(runs(), state="given up"), nodes()),
+    "expected nodes may come": case(Round(), nodes("a"), now=FIRST_ROUND_PATIENCE - 1, who=me(count=2)),
+    "too little room": case(Round(), SMALL, now=599),
+    "too little room for too long": case(Round(), SMALL, Round(state="given up", why=NO_ROOM), now=600),
 }
 
 
 @pytest.mark.parametrize("what", TABLE)
 def test_a_state_follows_from_the_state_before_and_from_the_records(what):
     newest, records, now, who, expected = TABLE[what]
-    assert decide(newest, records, now, who) == (newest if expected is None else expected)
+    assert decide(newest, records, now, who) == expected
 
 
 def begun(newest, records, now=1.0, **node):
@@ -202,14 +136,14 @@ def test_the_first_round_begins_with_all_nodes_that_have_come():
 
 
 def test_nodes_keep_their_places():
-    before = changed(runs("ba"), state="stopped")
+    before = stopped(names="ba")
     assert list(begun(before, nodes("abc", c={"rank": -1})).counts) == ["b", "a", "c"]
     assert begun(before, nodes("ac")).counts == {"a": 2, "c": 2}
 
 
 def test_the_number_of_a_round_is_higher_than_all_that_a_node_has_seen():
     """A damaged state does not say which rounds there were."""
-    assert begun(changed(runs(), state="stopped"), nodes()).number == 4
+    assert begun(stopped(), nodes()).number == 4
     assert begun(Round(), nodes(b={"round": 8})).number == 9
 
 
@@ -221,19 +155,19 @@ def test_of_nodes_that_do_not_reach_each_other_the_group_with_the_most_room_runs
 
 
 def test_failures_without_a_new_checkpoint_are_counted_and_limited():
-    failed = changed(runs(), state="failed", node="b")
+    failed = replace(runs(), state="failed", node="b")
     first = begun(failed, nodes())
     assert (first.failures, first.newest_call) == (1, 4)
-    second = decide(changed(first, state="failed", node="b"), nodes(a={"round": 4}), 1, me())
+    second = decide(replace(first, state="failed", node="b"), nodes(a={"round": 4}), 1, me())
     assert second.state == "given up"
     assert second.why == "instances have failed 2 times without a new checkpoint (--max-restarts)"
-    later = begun(changed(first, state="failed"), nodes(b={"checkpoint": 6}))
+    later = begun(replace(first, state="failed"), nodes(b={"checkpoint": 6}))
     assert (later.failures, later.newest_call) == (1, 6)
 
 
 def test_a_failure_after_which_a_node_is_lost_does_not_count():
     """The instances of the others have lost their peers, and fail first."""
-    after = begun(changed(runs(), state="failed"), nodes("a"))
+    after = begun(replace(runs(), state="failed"), nodes("a"))
     assert (after.failures, after.why) == (0, lost("b"))
 
 
