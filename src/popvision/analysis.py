@@ -65,12 +65,11 @@ class Figures:
         self.samples_per_second_overall = calls * rows / ns_with_gaps * 1e9 if ns_with_gaps > 0 else None
         self.calls, self.steps = facts.get("calls", 0), facts.get("steps", 0)
         self.step_seconds = ns / steps / 1e9 if steps else None
-        of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
-        self.step_spread = times.relative_spread(of_step)
 
         costs, updates = times.row_costs(events), times.update_costs(profile, events)
         self.stages = times.stage_times(profile, costs, updates)
-        self.spread = times.cost_spread(events)
+        of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
+        self.spread = max(times.cost_spread(events), times.relative_spread(of_step))  # of equal steps' times
         self.core_share, self.cores = times.core_share(events), cores_text(profile)
         self.others_share = None if self.core_share is None else 1 - self.core_share
         totals = [stage.total for stage in self.stages]
@@ -217,7 +216,7 @@ class Row:
 def compare_figures(a: Figures, b: Figures) -> list[Row]:
     """Return a row for each figure of two runs: the declared ones, then the times of each stage and block of either."""
     runs, rows = (_compared_values(a), _compared_values(b)), []
-    steady = sum(max(run.spread, run.step_spread) for run in (a, b))  # of times and rates
+    steady = a.spread + b.spread  # of times and rates
     for name in {**runs[0], **runs[1]}:
         (one, text), (other, _) = (run.get(name, (None, seconds_text)) for run in runs)
         spread, ratio, better = steady if text in (seconds_text, rate_text) else 0.0, None, ""

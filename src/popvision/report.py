@@ -21,13 +21,7 @@ from popengine.texts import counted, table_text
 from .analysis import FIGURES, Figures, compare_figures, comparison_text
 from .joined import load
 from .memory import bytes_curve, memory_table
-from .sentences import (
-    fact_sentences,
-    instances_sentence,
-    machine_sentence,
-    plan_sentence,
-    warning_sentences,
-)
+from .sentences import about_sentences, fact_sentences, warning_sentences
 from .units import layout_text, seconds_text, size_text
 
 PROFILE = "profile.pop"
@@ -127,9 +121,7 @@ def page_data(found: Figures) -> dict[str, Any]:
         ],
         "facts": fact_sentences(found),
         "warnings": warning_sentences(found),
-        "plan_says": plan_sentence(found.profile),
-        "machine_says": machine_sentence(found),
-        "instances_say": instances_sentence(found.profile),
+        "about": about_sentences(found),
         "shown": known_figures(found),
     }
     runs = found.devices.runs
@@ -238,8 +230,7 @@ def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and sentences as a text for the terminal, about a screen long."""
     found = Figures(profile)
     lines = [f"{profile.name}: {layout_text(profile)}"]
-    sentences = plan_sentence(profile), instances_sentence(profile), machine_sentence(found)
-    lines += [f"  {said}" for said in sentences if said]
+    lines += [f"  {sentence}" for sentence in about_sentences(found)]
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         lines += [

@@ -54,6 +54,12 @@ def warning_sentences(figures: Figures) -> list[str]:
     return [*_fault_sentences(figures), *_note_sentences(figures)]
 
 
+def about_sentences(figures: Figures) -> list[str]:
+    """Return sentences about the plan, the instances and the machine of a run; those that say something."""
+    of_profile = (plan_sentence(figures.profile), instances_sentence(figures.profile))
+    return [*filter(None, (*of_profile, machine_sentence(figures)))]
+
+
 def machine_sentence(figures: Figures) -> str:
     """Return a text about `figures.core_share`, and which figures it affects; "" if it was not measured."""
     share = figures.core_share

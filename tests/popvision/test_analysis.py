@@ -149,8 +149,7 @@ def test_a_sentence_says_how_busy_the_machine_was():
     assert text.startswith("The machine was busy: this program got 25% of a core.")
     assert "costs of stages, blocks and operations are processor time" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
-    busy = computing(0.25)
-    assert page_data(Figures(busy))["figures"]["machine_says"] == text
+    assert page_data(Figures(computing(0.25)))["figures"]["about"] == [text]
 
 
 def test_of_steps_that_were_cut_off_no_share_of_time_is_said():

@@ -27,8 +27,7 @@ function headlineView(entry, page) {
     slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null);
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
-  const texts = [["plan", figures.plan_says], ["instances", figures.instances_say], ["machine", figures.machine_says]].filter(([, text]) => text);
-  return make("div", {}, ...texts.map(([id, text]) => make("p", { id, style: { marginBottom: "12px" } }, text)), tiles, warnings,
+  return make("div", {}, ...figures.about.map((text) => make("p", { style: { marginBottom: "12px" } }, text)), tiles, warnings,
     make("section", { class: "card" },
       make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), ...(trace.lanes.length ? [stepper(trace), svgButton(entry, trace)] : []), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
       ...(trace.lanes.length ? [trace.said, trace.canvas, traceLegend(trace)] : [make("p", { class: "hint" }, "No step was recorded as a whole.")])),
