@@ -30,31 +30,18 @@ def folder(tmp_path_factory):
 def raw(folder):
     data = json.loads((folder / "training" / "profile.pop").read_text())
 
-    def table(name):
-        return [dict(zip(data[name]["columns"], row, strict=True)) for row in data[name]["rows"]]
+    def table(columns, rows):
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
-    tables = (
-        "calls",
-        "runs",
-        "tasks",
-        "operations",
-        "memory",
-        "passes",
-        "blocks",
-        "tensors",
-    )
-    found = {**data, **{name: table(name) for name in tables}}
+    names = ("calls", "tasks", "blocks", "tensors")
+    found = {**data, **{name: table(data[name]["columns"], data[name]["rows"]) for name in names}}
+    moves = [
+        {**task, "task": i, **part}
+        for i, task in enumerate(found["tasks"])
+        for part in table(Instruction._fields, task["instructions"])
+    ]
     # An operation's share was measured, and what it is a share of is the cost of its row in the table.
     figures = Figures(load(folder / "training" / "profile.pop"))
-
-    def parts(task):
-        return [dict(zip(Instruction._fields, part, strict=True)) for part in task["instructions"]]
-
-    simulated = [run._asdict() for run in figures.devices.runs]
-    moves = [{**row, "task": i, **part} for i, row in enumerate(found["tasks"]) for part in parts(row)]
-    return {
-        **found,
-        "moves": moves,
-        "operations": [row._asdict() for row in figures.timed.operations],
-        "devices": simulated,
-    }
+    operations, runs = figures.timed.operations, figures.devices.runs
+    rows = {"operations": [row._asdict() for row in operations], "devices": [run._asdict() for run in runs]}
+    return {**found, "moves": moves, **rows}
