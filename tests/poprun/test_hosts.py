@@ -1,6 +1,5 @@
 """One training over two hosts: two network namespaces of this machine, each with an address of its own."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ONE_EACH, elastic, until_changed
+from launching import ONE_EACH, elastic, nodes, until_changed
 
 PROGRAM = Path(__file__).parents[1] / "popdist" / "checkpoint_program.py"
 LIMIT = 300  # seconds, on a machine that does much else
@@ -43,36 +42,14 @@ def hosts():
             ip("netns", "del", name)
 
 
-def started(hosts, *words, before=((), ()), **variables):
-    """A poprun on each host, with words before it on the command line."""
-    common = {
-        "POPRUN_NUM_NODES": "2",
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": "29500",
-        "POPRUN_NODE_TIMEOUT": str(LIMIT),
-        **variables,
-    }
-    poprun = [sys.executable, "-m", "poprun", "--num-replicas=2", "--num-instances=2", sys.executable]
+def started(poprun, hosts, *programs, **variables):
+    """A poprun on each host, with a program of its own."""
+    words, place = ("--num-replicas=2", "--num-instances=2"), {"MASTER_ADDR": "10.77.0.1", **variables}
+    place |= {"MASTER_PORT": "29500", "POPRUN_NODE_TIMEOUT": str(LIMIT)}
     return [
-        subprocess.Popen(
-            ["ip", "netns", "exec", host, *before[rank], *poprun, *words],
-            env={**os.environ, **common, "POPRUN_NODE_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(hosts)
+        *nodes(poprun, *words, *programs[0], ranks=[0], TEST_NETWORK=hosts[0], **place),
+        *nodes(poprun, *words, *programs[1], ranks=[1], TEST_NETWORK=hosts[1], **place),
     ]
-
-
-def ended(runs):
-    """What each poprun has said, at its end."""
-    try:
-        return [run.communicate(timeout=LIMIT)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.terminate()
-            run.wait(LIMIT)
 
 
 def listening(host):
@@ -93,50 +70,45 @@ WAITS = """
 import popdist, sys, time, os
 popdist.init()
 popdist.synchronize()
-open(f"{sys.argv[1]}/met-{popdist.getInstanceIndex()}", "w").close()
+os.write(1, b"met\\n")
 while not os.path.exists(f"{sys.argv[1]}/seen"):
     time.sleep(0.05)
 """
 
 
-def listening_during(runs, hosts, folder):
-    """Where hosts listen while instances have met, and what the popruns have said at their ends."""
-    until = time.monotonic() + LIMIT
-    while len(list(folder.glob("met-*"))) < 2 and time.monotonic() < until:
-        assert all(run.poll() is None for run in runs), ended(runs)
-        time.sleep(0.05)
-    found = [listening(host) for host in hosts]
+def assert_listens_at_own_addresses(runs, hosts, folder):
+    """Look where hosts listen while instances have met; then all end."""
+    for run in runs:
+        run.until("met")
+    assert [listening(host) for host in hosts] == [{"10.77.0.1"}, {"10.77.0.2"}]
     (folder / "seen").touch()
-    return found, ended(runs)
+    assert [run.wait() for run in runs] == [0, 0]
+    assert [run.said() for run in runs] == ["met\n", "met\n"]
 
 
-def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(hosts, tmp_path):
-    runs = started(hosts, "-c", WAITS, tmp_path)
-    found, said = listening_during(runs, hosts, tmp_path)
-    assert found == [{"10.77.0.1"}, {"10.77.0.2"}], said
-    assert [run.returncode for run in runs] == [0, 0] and said == ["", ""]
+def test_hosts_listen_at_the_addresses_by_which_they_reach_each_other_only(poprun, hosts, tmp_path):
+    program = (sys.executable, "-c", WAITS, tmp_path)
+    assert_listens_at_own_addresses(started(poprun, hosts, program, program), hosts, tmp_path)
 
 
-def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_default_route(hosts, tmp_path):
+def test_a_host_whose_own_name_means_loopback_is_reached_by_the_address_of_its_default_route(
+    poprun, hosts, tmp_path
+):
     """As Debian writes it to /etc/hosts; elsewhere the name means the address."""
-    names = []
-    for number, host in enumerate(hosts):
+    programs = []
+    for number, (host, own) in enumerate(zip(hosts, ("127.0.1.1", "10.77.0.1"), strict=True)):
         assert ip("-n", host, "route", "add", "default", "via", f"10.77.0.{2 - number}").returncode == 0
-        names.append(tmp_path / f"hosts-{number}")
-    names[0].write_text("127.0.0.1 localhost\n127.0.1.1 first\n")
-    names[1].write_text("127.0.0.1 localhost\n10.77.0.1 first\n")
-    mounts = [f'mount --bind {name} /etc/hosts && exec "$@"' for name in names]
-    wrapped = [("unshare", "--mount", "sh", "-c", mount, "sh") for mount in mounts]
-    runs = started(hosts, "-c", WAITS, tmp_path, before=wrapped, MASTER_ADDR="first")
-    found, said = listening_during(runs, hosts, tmp_path)
-    assert found == [{"10.77.0.1"}, {"10.77.0.2"}], said
-    assert [run.returncode for run in runs] == [0, 0]
+        (names := tmp_path / f"hosts-{number}").write_text(f"127.0.0.1 localhost\n{own} first\n")
+        mount = ("unshare", "--mount", "sh", "-c", f'mount --bind {names} /etc/hosts && exec "$@"', "sh")
+        programs.append((*mount, sys.executable, "-c", WAITS, tmp_path))
+    runs = started(poprun, hosts, *programs, MASTER_ADDR="first")
+    assert_listens_at_own_addresses(runs, hosts, tmp_path)
 
 
-def test_a_training_over_two_hosts_has_equal_weights(hosts, tmp_path):
-    runs = started(hosts, PROGRAM, tmp_path, "3", GLOO_SOCKET_IFNAME="cable")
-    said = ended(runs)
-    assert [run.returncode for run in runs] == [0, 0], said
+def test_a_training_over_two_hosts_has_equal_weights(poprun, hosts, tmp_path):
+    program = (sys.executable, PROGRAM, tmp_path, "3")
+    runs = started(poprun, hosts, program, program, GLOO_SOCKET_IFNAME="cable")
+    assert [run.wait() for run in runs] == [0, 0], [run.said() for run in runs]
     first, second = (torch.load(tmp_path / f"result-{instance}.pt") for instance in range(2))
     assert [n for n, w in first["weights"].items() if not torch.equal(w, second["weights"][n])] == []
     assert not torch.equal(

@@ -1,16 +1,11 @@
 """`poptorch.Report`: a notebook shows it, and its rows are plain values."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from simulated import MS, simulated
 
 import poptorch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "popvision"))
-from browser import PROGRAM, Browser  # pyright: ignore[reportMissingImports]
-from simulated import MS, simulated  # pyright: ignore[reportMissingImports]
 
 
 @pytest.fixture
@@ -42,15 +37,12 @@ def test_it_prints_its_headline_and_says_what_is_missing(report, tmp_path):
         poptorch.Report(tmp_path / "elsewhere").figures()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="no chromium")
-def test_a_notebooks_cell_shows_the_page(report, tmp_path):
+def test_a_notebooks_cell_shows_the_page(chromium, report, tmp_path):
     cell = tmp_path / "cell.html"
     cell.write_text(f"<!doctype html><body>{report._repr_html_()}")
-    page = Browser()
-    try:
-        page.open(cell)
-        text = page.value("document.querySelector('iframe').contentDocument.getElementById('main').innerText")
-        assert "Throughput" in text and "A step on separate devices" in text
-        assert page.faults == []
-    finally:
-        page.close()
+    chromium.faults.clear()
+    chromium.open(cell)
+    page = "document.querySelector('iframe').contentDocument.getElementById('main').innerText"
+    text = chromium.value(page)
+    assert "Throughput" in text and "A step on separate devices" in text
+    assert chromium.faults == []
