@@ -6,6 +6,12 @@ names the weight; when the others have made it, too, the bits of one process. On
 """
 
 import io
+import os
+import signal
+import time
+from contextlib import nullcontext
+from functools import partial
+from unittest.mock import patch
 
 import processes
 import pytest
@@ -16,11 +22,13 @@ from torch.nn import functional
 import popdist
 import popdist.poptorch
 import poptorch
+from popengine.run.mailbox import ProcessMailbox
 
 
 class Net(nn.Module):
-    """Blocks A to D, on four ipus. BatchNorm on ipus 0 and 2; a head of training only; layers of evaluation only, and
-    that forward does not read; a weight that two ipus use, and a layer that `moved` moves to another ipu."""
+    """Blocks A to D, on four ipus. BatchNorm on ipus 0 and 2; values that are conjugated, also in a
+    buffer; a head of training only; layers of evaluation only, and that forward does not read; a weight that two ipus
+    use, and a layer that `moved` moves to another ipu."""
 
     def __init__(self):
         super().__init__()
@@ -28,6 +36,7 @@ class Net(nn.Module):
         self.a, self.norm1, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
         self.drop, self.c, self.norm2 = nn.Dropout(0.2), nn.Linear(16, 16), nn.BatchNorm1d(16)
         self.d, self.auxiliary, self.evaluated = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 4)
+        self.register_buffer("phase", torch.full((8,), 0.6 + 0.8j).conj())
         self.unread, self.mixed, self.moving = nn.LSTM(4, 4), nn.LSTM(4, 4, bias=False), nn.Linear(16, 16)
 
     def forward(self, x, label):
@@ -41,7 +50,9 @@ class Net(nn.Module):
         with poptorch.Block("B"):
             b = self.drop(torch.relu(self.b(a)))
             b = self.moving(b) if not self.moved else b
+            b = torch.view_as_complex(b.unflatten(1, (8, 2))).conj()
         with poptorch.Block("C"):
+            b = torch.view_as_real(b * self.phase).flatten(1)
             b = self.moving(b) if self.moved else b
             c = self.mixed(self.norm2(torch.tanh(self.c(b))).view(-1, 4, 4))[0].flatten(1)
             auxiliary = self.auxiliary(c) if self.training else None
@@ -68,13 +79,10 @@ class Second(nn.Module):
 
 
 class Program:
-    """The model and its executors, in one process or several: a trainer, and with `others` a predictor and (2) a second
-    trainer. `replicas`: in one process, of all of them."""
+    """The model and its executors: a trainer, and with `others` a predictor and (2) a second trainer."""
 
-    def __init__(self, optimizer, replicas, others):
-        self.replica, self.replicas, self.calls, self.saved = 0, replicas, 0, {}
-        if popdist.isPopdistEnvSet():
-            self.replica = popdist.getInstanceIndex() // popdist.getNumInstancesPerReplica()
+    def __init__(self, optimizer, schedule, others):
+        self.schedule, self.calls, self.saved = schedule, 0, {}
         self.model = model = Net()
         self.optimizer = optimizer(model.parameters(), lr=0.01)
         self.trainer = poptorch.trainingModel(model, self.options(8), self.optimizer)
@@ -87,49 +95,39 @@ class Program:
             self.executors[poptorch.inferenceModel(model, self.options(1))] = False
 
     def options(self, accumulation):
-        options = popdist.poptorch.Options(4) if popdist.isPopdistEnvSet() else poptorch.Options()
-        if not popdist.isPopdistEnvSet():
-            options.replicationFactor(self.replicas)
-        options.deviceIterations(8 // accumulation).Training.gradientAccumulation(accumulation)
+        options = popdist.poptorch.Options(4).deviceIterations(8 // accumulation)
+        options.Training.gradientAccumulation(accumulation)
         options.randomSeed(3).outputMode(poptorch.OutputMode.All).showCompilationProgressBar(False)
         stages = [poptorch.Stage(block).ipu(ipu) for ipu, block in enumerate("ABCD")]
-        return options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+        strategy = poptorch.PipelinedExecution(*stages, schedule=self.schedule)
+        return options.setExecutionStrategy(strategy)
 
     def batch(self):
-        """The rows of the replicas of this process: [8 micro-batches, replicas, 2 rows], flattened."""
-        data, rows = torch.Generator().manual_seed(self.calls), 16 * self.replicas
-        values = torch.randn(rows, 8, generator=data), torch.randint(0, 4, (rows,), generator=data)
-        return values if not popdist.isPopdistEnvSet() else [self.of_replica(x, self.replica) for x in values]
-
-    def of_replica(self, value, replica):
-        return value.unflatten(0, (8, self.replicas, -1))[:, replica].flatten(0, 1).contiguous()
+        """The rows of this process's replica, of [8 micro-batches, replicas, 2 rows]."""
+        data, rows = torch.Generator().manual_seed(self.calls), (8, popdist.getNumTotalReplicas(), 2)
+        values = torch.randn(*rows, 8, generator=data), torch.randint(0, 4, rows, generator=data)
+        return [value[:, popdist.getReplicaIndexOffset()].flatten(0, 1) for value in values]
 
     def call(self):
-        """The outputs of a call of each executor, by replica."""
+        """The outputs of a call of each executor."""
         outputs = []
         for executor, trains in self.executors.items():
             self.model.train(trains)
-            outputs += executor(*self.batch())
+            outputs += [value.numpy().tobytes() for value in executor(*self.batch())]
         self.calls += 1
         self.model.train()
-        if popdist.isPopdistEnvSet():
-            return {self.replica: [value.numpy().tobytes() for value in outputs]}
-        return {
-            replica: [self.of_replica(value, replica).numpy().tobytes() for value in outputs]
-            for replica in range(self.replicas)
-        }
-
-    def weights(self, values):
-        """The bytes of tensors, of replica 0 also those of running statistics, which each replica has of its own."""
-        return {
-            name: value.detach().numpy().tobytes()
-            for name, value in values.items()
-            if torch.is_tensor(value) and (self.replica == 0 or "norm" not in name)
-        }
+        return outputs
 
     def states(self):
-        states = self.optimizer.state_dict()["state"].items()
-        return {number: self.weights(state) for number, state in states if state}
+        return {n: bytes_of(state) for n, state in self.optimizer.state_dict()["state"].items() if state}
+
+
+def bytes_of(values):
+    return {
+        name: value.detach().resolve_conj().numpy().tobytes()
+        for name, value in values.items()
+        if torch.is_tensor(value)
+    }
 
 
 # ---- events: functions of a program ----------------------------------------------------------------------------
@@ -220,7 +218,7 @@ def fetch_and_write(program):
         weight.data.mul_(1.1)
     torch.manual_seed(12)
     nn.init.orthogonal_(program.model.moving.weight)  # skips weights without memory
-    return program.weights(dict(program.model.named_parameters()))
+    return bytes_of(dict(program.model.named_parameters()))
 
 
 def average(program):
@@ -232,7 +230,7 @@ def save(program):
     file = io.BytesIO()
     torch.save([model, optimizer], file)
     program.saved["model"], program.saved["optimizer"] = torch.load(io.BytesIO(file.getvalue()))
-    return program.weights(model) | program.states()
+    return bytes_of(model) | program.states()
 
 
 def reload(program):
@@ -244,11 +242,11 @@ def reload(program):
 
 
 def read_weights(program):
-    return program.weights(program.model.state_dict())
+    return bytes_of(program.model.state_dict())
 
 
 def read_tied_weight(program):
-    return program.weights(nn.ModuleDict({"inside": program.model.b}).state_dict())
+    return bytes_of(nn.ModuleDict({"inside": program.model.b}).state_dict())
 
 
 def read_optimizer(program):
@@ -258,13 +256,38 @@ def read_optimizer(program):
 def detach(program):
     for executor in program.executors:
         executor.detachFromDevice()
-    return program.weights(dict(program.model.named_parameters()))
+    return bytes_of(dict(program.model.named_parameters()))
 
 
 def fail(program):
+    """Only the last process of a replica has the labels."""
     x, label = program.batch()
-    with pytest.raises(poptorch.Error):
+    with pytest.raises(
+        poptorch.Error, match=r"failed on ipu 3|another instance failed: instance \d failed at call"
+    ):
         program.trainer(x, label + 9)
+
+
+def interrupt(program):
+    """Ctrl-C in the second process, while the first one waits for its message."""
+    send, text = ProcessMailbox.send, "another instance failed: instance 1 was interrupted at call"
+
+    def interrupt_and_send(self, place, key, values):
+        if key[1] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.0)  # the main thread sees the signal
+        send(self, place, key, values)
+
+    if popdist.getNumInstancesPerReplica() > 1:
+        is_second = popdist.getInstanceIndex() == 1
+        signals = patch.object(ProcessMailbox, "send", interrupt_and_send) if is_second else nullcontext()
+        with (
+            signals,
+            pytest.raises(
+                KeyboardInterrupt if is_second else poptorch.Error, match="" if is_second else text
+            ),
+        ):
+            program.trainer(*program.batch())
 
 
 WRITES = (
@@ -272,7 +295,18 @@ WRITES = (
     write_buffers, replace_buffer, reset_buffers, load_optimizer, change_rate, change_random_state,
 )  # fmt: skip
 READS = read_weights, read_tied_weight, read_optimizer
-OTHERS = detach, fail, fetch_and_write, average, reload, move_layer, share_memory, double_states, save
+OTHERS = (
+    detach,
+    fail,
+    interrupt,
+    fetch_and_write,
+    average,
+    reload,
+    move_layer,
+    share_memory,
+    double_states,
+    save,
+)
 
 
 def script(whole):
@@ -287,74 +321,65 @@ def script(whole):
         yield event, None
 
 
-def run_script(whole, optimizer, replicas=1):
-    """What each event returned, the outputs after it, and the error of a call after a write of a single process."""
+def run_script(whole, optimizer, schedule):
+    """The outputs after each event, what the event returned, and its name."""
+    popdist.init()
     torch.manual_seed(0)
-    program = Program(optimizer, replicas, 2 if whole else 1)
-    found = [made_by(program, lambda program: None, None)]
+    program = Program(optimizer, schedule, 2 if whole else 1)
+    found = [(program.call(), None, "nothing")]
     found += [made_by(program, event, who) for event, who in script(whole)]
     firsts = (multiply_weights, 0), (load_optimizer, -1), (load, None)
     for event, who in firsts if whole else ():  # before the first call
         torch.manual_seed(1)
-        first = Program(optimizer, replicas, 0)
+        first = Program(optimizer, schedule, 0)
         first.saved = program.saved
-        found.append(made_by(first, event, who))
-        found.append(made_by(first, save, None))
+        found += [made_by(first, event, who), made_by(first, save, None)]
     return found
 
 
 def made_by(program, event, who):
-    """The outputs of a call after an event, what the event returned, the error (if any), and the event's name."""
-    rank, size = 0, 1
-    if popdist.isPopdistEnvSet():
-        rank, size = popdist.getInstanceIndex(), popdist.getNumInstances()
-    makes_it, value, error = who is None or who % size == rank, None, ""
+    """The outputs of a call after an event, what the event returned, and the event's name. A write of a single process
+    is first an error; a process with a whole replica makes each event."""
+    makes_it, value = True, None
+    if who is not None and popdist.getNumInstancesPerReplica() > 1:
+        makes_it = who % popdist.getNumInstances() == popdist.getInstanceIndex()
     if makes_it:
         value = event(program)
-    if who is not None and event in WRITES and size > 1:
-        with pytest.raises(poptorch.Error) as caught:
+    if who is not None and event in WRITES and popdist.getNumInstancesPerReplica() > 1:
+        with pytest.raises(poptorch.Error, match=r"instances differ(.|\n)* in instance"):
             program.call()
-        error = str(caught.value)
         if not makes_it:
             event(program)
-    return program.call(), value, error, f"{event.__name__} by {who}, call {program.calls}"
-
-
-def in_processes(*args):
-    popdist.init()
-    return run_script(*args)
+    return program.call(), value, f"{event.__name__} by {who}, call {program.calls}"
 
 
 @pytest.mark.kind("weights that several processes hold")
 def test_an_event_has_the_bits_of_one_process_or_is_an_error():
-    check(2, 1, poptorch.optim.AdamW, False)
+    check(2, 1, False, poptorch.optim.AdamW, "1f1b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parts", "replicas", "optimizer"),
-    [(2, 1, torch.optim.AdamW), (4, 1, torch.optim.AdamW), (2, 2, poptorch.optim.AdamW)],
+    ("parts", "replicas", "optimizer", "schedule"),
+    [
+        (2, 1, torch.optim.AdamW, "1f1b"),
+        (4, 1, torch.optim.AdamW, "zero-bubble"),
+        (2, 2, partial(poptorch.optim.AdamW, max_grad_norm=0.5), "1f1b"),
+    ],
 )
 def test_events_in_all_or_one_of_the_processes_have_the_bits_of_one_process_or_are_an_error(
-    parts, replicas, optimizer
+    parts, replicas, optimizer, schedule
 ):
-    check(parts, replicas, optimizer, True)
+    check(parts, replicas, True, optimizer, schedule)
 
 
-def check(parts, replicas, optimizer, whole):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    launches = processes.launches(parts * replicas, 1, parts)
-    started = processes.start(in_processes, launches, whole, optimizer, replicas)
-    one = run_script(whole, optimizer, replicas)
-    torch.set_num_threads(threads)
-    for ended in processes.finish(started):
+def check(parts, replicas, *args):
+    """Compare with a process for each replica."""
+    started = processes.start(run_script, processes.launches(parts * replicas, 1, parts), *args)
+    whole = processes.run(run_script, replicas, *args)
+    assert [ended.error for ended in whole] == [""] * replicas
+    for number, ended in enumerate(processes.finish(started)):
         assert ended.error == ""
-        for (outputs, value, error, name), (wanted, of_one, *_) in zip(ended.value, one, strict=True):
-            assert all(outputs[replica] == wanted[replica] for replica in outputs), name
-            if value is not None:
-                kept = {key: of_one[key] for key in value}
-                assert value == kept, name
-            is_of_one = name.split()[0] in [event.__name__ for event in WRITES] and "None" not in name
-            assert is_of_one == bool(error), name
-            assert not error or ("instances differ" in error and "in instance" in error), name
+        for (outputs, value, name), expected in zip(ended.value, whole[number // parts].value, strict=True):
+            assert outputs == expected[0], name
+            assert value is None or value == expected[1], name
