@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from popengine.environment import read_launch
+from popengine.run.devices import bits_of
 from popengine.run.instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import ProcessGroup, group_of_size
@@ -22,6 +23,7 @@ from popengine.run.instances.process_group import ProcessGroup, group_of_size
 __all__ = ["all_gather", "all_gather_bytes", "all_reduce", "barrier", "broadcast", "restrict_to_instances"]
 
 T = TypeVar("T")
+_ALL_GATHER = "popdist.collectives.all_gather"
 
 _chosen: Sequence[int] | None = None  # indices of the instances that take part; None: all
 
@@ -42,24 +44,13 @@ def all_reduce(value: Tensor | float, op: str = "sum") -> Any:
     if op not in ("sum", "mean", "min", "max"):
         raise ValueError(f"all_reduce: op is {op!r}, and must be sum, mean, min or max")
     tensor = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
-    group = _current_group()
-    count = 1 if group is None else len(_firsts_of_replicas(group))
+    rows = _gather_rows(tensor.unsqueeze(0), f"popdist.collectives.all_reduce({op})", {"value": tensor})
     if op in ("min", "max"):
-        rows = all_gather(tensor.unsqueeze(0))
         tensor = rows.amin(0) if op == "min" else rows.amax(0)
-    elif group is None:
-        tensor = tensor.clone()
-    elif count < group.size:
-        (tensor,) = tree_sum(leaf_nodes([row] for row in all_gather(tensor.unsqueeze(0))))
     else:
-        flat = tensor.cpu().reshape(-1).clone()
-        what = f"popdist.collectives.all_reduce({op})"
-        _after_barrier(
-            group, what, {"value": tensor}, lambda: AllReduce(group, Tag.COLLECTIVE).all_reduce([flat])
-        )
-        tensor = flat.reshape(tensor.shape).to(tensor.device)
+        (tensor,) = tree_sum(leaf_nodes([row] for row in rows))
     if op == "mean":
-        tensor = tensor / count
+        tensor = tensor / len(rows)
     return tensor if isinstance(value, Tensor) else tensor.item()
 
 
@@ -80,17 +71,13 @@ def broadcast(values: Any, root: int = 0) -> Any:
     tensors = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor)}
 
     def work() -> None:
-        # As a sum of bytes, all zero in the other instances, so that the root sends each byte once.
-        flat = torch.cat([_to_bytes(value) for value in tensors.values()])
-        if group.ranks[group.rank] != root:
-            flat.zero_()
-        AllReduce(group, Tag.COLLECTIVE).all_reduce([flat])
-        parts = flat.split([value.nbytes for value in tensors.values()])
-        for value, part in zip(tensors.values(), parts, strict=True):
-            value.copy_(part.clone().view(value.dtype).view(value.shape))
+        memories = [bits_of(value.cpu()) for value in tensors.values() if value.numel()]
+        owners = [group.ranks.index(root)] * len(memories)
+        AllReduce(group, Tag.COLLECTIVE).broadcast_by_owners(memories, owners)
+        for value, memory in zip(filter(Tensor.numel, tensors.values()), memories, strict=True):
+            value.copy_(memory.view(value.dtype).view(value.shape))
 
-    if tensors:
-        _after_barrier(group, f"popdist.collectives.broadcast(root={root})", tensors, work)
+    _after_barrier(group, f"popdist.collectives.broadcast(root={root})", tensors, work)
     return values
 
 
@@ -102,36 +89,34 @@ def all_gather(value: Tensor) -> Tensor:
     """
     if not value.dim():
         raise ValueError("all_gather: the value has no rows; fix: value.unsqueeze(0)")
-    row = value.new_empty(1, *value.shape[1:])
-    parts, group = _gather(_to_bytes(value).numpy().tobytes(), row), _current_group()
+    return _gather_rows(value, _ALL_GATHER, {"a row": value.new_empty(1, *value.shape[1:])})
+
+
+def all_gather_bytes(value: bytes) -> bytes:
+    """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ."""
+    return b"".join(_gather(value, _ALL_GATHER, {}))
+
+
+def _gather_rows(value: Tensor, what: str, like: Mapping[str, Tensor]) -> Tensor:
+    """Return the rows of the first instance of each replica. Errors name the call by `what`. `like`: see `_gather`"""
+    parts, group = _gather(bits_of(value.cpu()).numpy().tobytes(), what, like), _current_group()
     found = b"".join(parts if group is None else [parts[index] for index in _firsts_of_replicas(group)])
     flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
     return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
 
-def all_gather_bytes(value: bytes) -> bytes:
-    """Return the bytes of all instances, concatenated in the order of the instances; lengths may differ."""
-    return b"".join(_gather(value))
-
-
-def _gather(value: bytes, row: Tensor | None = None) -> list[bytes]:
-    """Return the bytes of all instances. Raises Error if shapes or dtypes of a `row`, which is not sent, differ."""
-    group, what = _current_group(), "popdist.collectives.all_gather"
+def _gather(value: bytes, what: str, like: Mapping[str, Tensor]) -> list[bytes]:
+    """Return the bytes of all instances. Raises Error if shapes or dtypes of the tensors `like` differ."""
+    group = _current_group()
     if group is None:
         return [value]
-    tensors = {} if row is None else {"a row": row}
-    return _after_barrier(group, what, tensors, lambda: group.all_gather_bytes(value, Tag.COLLECTIVE, what))
+    return _after_barrier(group, what, like, lambda: group.all_gather_bytes(value, Tag.COLLECTIVE, what))
 
 
 def _firsts_of_replicas(group: ProcessGroup) -> list[int]:
     """Return the index, in a group, of the first instance of each replica."""
     replicas = [rank // read_launch().instances_per_replica for rank in group.ranks]
     return [index for index, replica in enumerate(replicas) if replica not in replicas[:index]]
-
-
-def _to_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor, without a copy if possible: [bytes], uint8."""
-    return value.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def barrier(what: str = "popdist.collectives.barrier()") -> None:
