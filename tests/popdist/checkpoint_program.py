@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import popdist.poptorch
 import poptorch
@@ -94,16 +95,14 @@ class Training:
 
 def difference(one, other) -> str:
     """Where two results differ, to the last bit; empty: nowhere."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        found = [f"{k}.{difference(one.get(k), other.get(k))}" for k in one.keys() | other.keys()]
-        return " ".join(text for text in found if not text.endswith("."))
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            return "length"
-        found = [f"{i}.{difference(a, b)}" for i, (a, b) in enumerate(zip(one, other, strict=True))]
-        return " ".join(text for text in found if not text.endswith("."))
-    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    return "" if same else "value"
+    (ones, form), (others, other_form) = map(tree_flatten_with_path, (one, other))
+    if form != other_form:
+        return f"{form} {other_form}"
+    return " ".join(
+        keystr(path)
+        for (path, value), (_, wanted) in zip(ones, others, strict=True)
+        if not (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
+    )
 
 
 def main(words=None):

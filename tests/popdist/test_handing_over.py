@@ -5,6 +5,7 @@ The bits are the same, and a failure between two exchanges leaves the same weigh
 import importlib
 
 import processes
+import pytest
 import training
 
 import popdist
@@ -33,27 +34,27 @@ def noted_exchanges(fails=lambda row, made: False):
     return made
 
 
-def trained(is_small):
+def trained():
+    """The weights with large and with small buckets, and what was made of the latter."""
     popdist.init()
-    made = noted_exchanges() if is_small else []
-    executor, model, _ = training.executor(momentum=0.9)
-    executor(*training.batch(0))
-    return training.weights(model), made
+    found, made = [], []
+    for is_small in (False, True):
+        made = noted_exchanges() if is_small else []
+        executor, model, _ = training.executor(momentum=0.9)
+        executor(*training.batch(0))
+        found.append(training.weights(model))
+    return found, made
 
 
-def test_buckets_of_any_size_give_the_same_bits():
-    large, small = processes.run(trained, 2, False), processes.run(trained, 2, True)
-    assert [ended.error for ended in (*large, *small)] == [""] * 4
-    assert len({tuple(ended.value[0]) for ended in (*large, *small)}) == 1
+def test_buckets_of_any_size_give_the_same_bits_and_updates_begin_after_all_exchanges():
+    ended = processes.run(trained, 2)
+    assert [each.error for each in ended] == [""] * 2
+    (weights, made), (others, same) = (each.value for each in ended)
+    assert weights == others == [weights[0]] * 2
     # Two updates: a weight and a bias of each of two ipus.
-    orders = [[row for kind, row in ended.value[1] if kind == "exchange"] for ended in small]
-    assert orders[0] == orders[1]
-    assert len(set(orders[0])) == 4 and orders[0] == 2 * sorted(set(orders[0]))
-
-
-def test_no_update_begins_before_all_exchanges_are_complete():
-    for ended in processes.run(trained, 2, True):
-        kinds = [kind for kind, _ in ended.value[1]]
+    rows = [row for kind, row in made if kind == "exchange"]
+    assert rows == [row for kind, row in same if kind == "exchange"] == 2 * sorted({*rows}) and len(rows) == 8
+    for kinds in ([kind for kind, _ in each] for each in (made, same)):
         step = kinds[: len(kinds) // 2]
         assert step == sorted(step) and step.count("exchange") == 4 and "update" in step
 
@@ -72,18 +73,13 @@ def fail_in_the_middle():
     before = training.weights(model)
     left.append(len(made))
     begun = len(made)
-    try:
+    with pytest.raises((poptorch.Error, RuntimeError)) as caught:
         executor(*training.batch(1))
-        message = ""
-    except poptorch.Error as error:
-        message = error.message
-    except RuntimeError as error:
-        message = str(error)
     kinds = {kind for kind, _ in made[begun:]}
     same, done = training.weights(model) == before, executor.finished_updates
     left.clear()
     executor(*training.batch(1))
-    return message, same, done, training.weights(model), kinds
+    return str(caught.value), same, done, training.weights(model), kinds
 
 
 def test_a_failure_between_two_exchanges_leaves_the_same_weights_in_all_processes():

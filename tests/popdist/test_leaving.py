@@ -11,19 +11,25 @@ import processes
 PROGRAM = Path(__file__).with_name("leaving.py")
 
 
-def test_an_instance_ends_without_a_crash_where_the_store_does_not_answer_it(tmp_path):
-    os.mkfifo(tmp_path / "pid")
-    first, second = (
+def start(*words):
+    """Two instances that run `python WORDS`."""
+    return [
         subprocess.Popen(
-            [sys.executable, PROGRAM, tmp_path / "pid"],
+            [sys.executable, *words],
             env={**os.environ, **variables},
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for variables in processes.launches(2)
-    )
+    ]
+
+
+def test_an_instance_ends_without_a_crash_where_the_store_does_not_answer_it(tmp_path):
+    os.mkfifo(tmp_path / "pid")
+    first, second = start(PROGRAM, tmp_path / "pid")
     try:
-        _, text = second.communicate(timeout=processes.LIMIT)
+        text, _ = second.communicate(timeout=processes.LIMIT)
         assert (second.returncode, text) == (0, "")
         assert first.wait(timeout=processes.LIMIT) == -signal.SIGKILL  # by the second, at its end
     finally:
@@ -60,15 +66,5 @@ if popdist.getInstanceIndex() == 0:
 
 def test_a_shard_can_be_read_at_the_end_where_python_starts_no_more_threads():
     """Python 3.12.0 and 3.12.1 refuse threads in functions of atexit: every program ended in a traceback."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for variables in processes.launches(2)
-    ]
-    said = [run.communicate(timeout=processes.LIMIT)[0] for run in runs]
+    said = [run.communicate(timeout=processes.LIMIT)[0] for run in start("-c", ENDS)]
     assert said == ["[0, 1, 2, 3]\nended\n", "ended\n"]

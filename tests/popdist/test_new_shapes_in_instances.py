@@ -68,23 +68,3 @@ def test_no_row_is_lost_and_all_shapes_train_as_in_plain_pytorch(sharded):
         assert steps == 4
         for name, value in model.state_dict().items():
             assert torch.allclose(value, torch.tensor(weights[name]), atol=1e-6), name
-
-
-def other_shapes(length_of):
-    popdist.init()
-    torch.manual_seed(0)
-    opts = popdist.poptorch.Options().showCompilationProgressBar(False).allowNewShapes()
-    trainer = poptorch.trainingModel(Model(), opts)
-    x, target = data()
-    for length in (5, 3):
-        trainer(x[:4, :length].contiguous(), target[:4])
-    trainer(x[:4, : length_of[popdist.getInstanceIndex()]].contiguous(), target[:4])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "words"),
-    [((3, 5), "input of 0: (4, 3, 4) in instance 0; (4, 5, 4) in instance 1"), ((3, 4), "other inputs")],
-)
-def test_instances_with_different_shapes_are_an_error_in_all(lengths, words):
-    for one in processes.run(other_shapes, 2, lengths):
-        assert words in one.error

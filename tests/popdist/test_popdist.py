@@ -10,6 +10,7 @@ import torch
 
 import popdist
 import poptorch
+from popdist import rendezvous
 from popengine import environment
 
 LAUNCHED = environment.Launch(
@@ -100,10 +101,9 @@ def test_processes_of_other_launchers_are_instances_of_one_replica(variables):
     assert environment.is_launched(variables)
     expected = environment.Launch(4, 1, 1, replica_offset=3, local_instance=1, instances=4, instance=3)
     assert environment.read_launch(variables) == expected
-
-
-def test_a_single_process_of_another_launcher_is_alone():
-    assert not environment.is_launched({"WORLD_SIZE": "1", "RANK": "0"})
+    assert not environment.is_launched(
+        {name: "1" if number == "4" else "0" for name, number in variables.items()}
+    )
 
 
 # ---- replicas that span several instances -------------------------------------------------------------------
@@ -126,27 +126,22 @@ def set_variables(monkeypatch, launch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("instance", range(4))
-def test_an_instance_knows_its_part_of_a_replica(monkeypatch, instance):
-    set_variables(monkeypatch, spanned(instance))
-    assert environment.read_launch() == spanned(instance)
-    assert (popdist.getNumInstances(), popdist.getNumInstancesPerReplica()) == (4, 2)
-    assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (2, 1)
-    assert popdist.getReplicaIndexOffset() == instance // 2
-    assert popdist.getDeviceId() == 2 * instance
-    assert environment.read_launch().ipus == (range(0, 2), range(2, 4))[instance % 2]
-
-
 def rows_of(options):
     dataset = torch.utils.data.TensorDataset(torch.arange(16))
     loader = poptorch.DataLoader(options.randomSeed(1), dataset, batch_size=2, shuffle=True)
     return [batch[0].tolist() for batch in loader]
 
 
-def test_the_instances_of_a_replica_read_the_same_rows(monkeypatch):
+def test_an_instance_knows_its_part_of_a_replica_and_reads_the_rows_of_the_replica(monkeypatch):
     read = []
     for instance in range(4):
         set_variables(monkeypatch, spanned(instance))
+        assert environment.read_launch() == spanned(instance)
+        assert (popdist.getNumInstances(), popdist.getNumInstancesPerReplica()) == (4, 2)
+        assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (2, 1)
+        assert popdist.getReplicaIndexOffset() == instance // 2
+        assert popdist.getDeviceId() == 2 * instance
+        assert environment.read_launch().ipus == (range(0, 2), range(2, 4))[instance % 2]
         read.append(rows_of(popdist.poptorch.Options()))
     assert read[0] == read[1] and read[2] == read[3]
     assert sorted(row for batch in read[0] + read[2] for row in batch) == list(range(16))
@@ -192,12 +187,6 @@ def test_replicas_that_the_processes_can_not_share_are_refused(under_torchrun, n
     assert environment.TOTAL not in os.environ
 
 
-def test_another_number_of_replicas_than_popruns_is_refused(launched):
-    assert popdist.poptorch.Options(total_replicas=8).replication_factor == 2
-    with pytest.raises(RuntimeError, match="poprun, or earlier options, have set 8 replicas"):
-        popdist.poptorch.Options(total_replicas=16)
-
-
 def test_under_torchrun_options_say_how_many_instances_run_a_replica(under_torchrun):
     read = []
     for rank in range(4):
@@ -210,8 +199,28 @@ def test_under_torchrun_options_say_how_many_instances_run_a_replica(under_torch
         popdist.poptorch.Options(ipus_per_replica=4, instances_per_replica=4)
 
 
-@pytest.mark.parametrize("numbers", [(4, 4), (4, 1), (3, None), (3, 2)])
+@pytest.mark.parametrize("numbers", [(4, 4), (4, 1), (3,), (3, 2), (4, 2, 4)])
 def test_numbers_that_poprun_contradicts_are_an_error(monkeypatch, numbers):
+    """The numbers: ipus_per_replica, instances_per_replica and total_replicas."""
     set_variables(monkeypatch, spanned(0))
+    assert popdist.poptorch.Options(4, 2, 2).replication_factor == 1
     with pytest.raises(RuntimeError, match="\n  fix: "):
         popdist.poptorch.Options(*numbers)
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("node7", "node7"), ("gpu-[03-06,09]", "gpu-03"), ("a1,b[2-3]", "a1"), ("rack2-n[11]", "rack2-n11")],
+)
+def test_the_first_node_of_a_step_is_where_its_tasks_meet(monkeypatch, nodes, first):
+    for name, value in {"STEP_ID": "0", "STEP_NODELIST": nodes, "JOB_ID": "31234"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rendezvous._store_address() == (first, 31234)
+
+
+def test_the_script_of_a_job_is_one_process_whatever_its_steps_will_have(monkeypatch):
+    for name, value in {"JOB_ID": "1", "NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert not popdist.isPopdistEnvSet() and popdist.getNumInstances() == 1
