@@ -7,27 +7,22 @@ import ipaddress
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 _OUTSIDE_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
 _PAUSE = 0.05  # seconds between two attempts
+T = TypeVar("T")
 
 
 def serve(host: str, port: int, seconds: float) -> dist.TCPStore:
     """Return a store that this process serves at a name or address of this host (port 0: any free port). `seconds`:
     how long the name of a new pod may have no address, and the limit of the store's waits. Raises: OSError"""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            family, address = _resolve_host(host)
-            break
-        except socket.gaierror:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_PAUSE)
+    family, address = _retry(lambda: _resolve_host(host), socket.gaierror, seconds)
     listening = socket.create_server((address, port), family=family, backlog=1024)
     return dist.TCPStore(
         address,
@@ -36,19 +31,24 @@ def serve(host: str, port: int, seconds: float) -> dist.TCPStore:
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         master_listen_fd=listening.detach(),  # without it torch listens on all interfaces
-        use_libuv=sys.platform
-        != "win32",  # which torch for Windows lacks; the other kind serves one caller at a time
+        # Torch for Windows lacks libuv; the other kind serves one caller at a time.
+        use_libuv=sys.platform != "win32",
     )
 
 
 def connect(host: str, port: int, seconds: float) -> dist.TCPStore:
     """Return a connection to the store of another process, which may begin to listen within `seconds`. Raises: OSError;
     RuntimeError, if something else listens there"""
+    return _retry(lambda: _connect_now(host, port, seconds), OSError, seconds)
+
+
+def _retry(work: Callable[[], T], expected: type[OSError], seconds: float) -> T:
+    """Return the result of `work`; call it again for `seconds` if it raises an `expected` error."""
     until = time.monotonic() + seconds
     while True:
         try:
-            return _connect_now(host, port, seconds)
-        except OSError:
+            return work()
+        except expected:
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE)

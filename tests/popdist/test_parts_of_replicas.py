@@ -299,4 +299,4 @@ def test_a_state_dict_of_one_process_that_another_waits_for_ends_with_an_error_t
     launches = [{**each, WAIT_LIMIT: "30"} for each in processes.launches(2, 1, 2)]
     first, second = processes.finish(processes.start(one_reads, launches))
     assert second.value == ["none"]
-    assert "by state_dict(), to be called in all instances" in first.value[0]
+    assert "by state_dict(), which all instances must call" in first.value[0]

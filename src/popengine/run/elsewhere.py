@@ -108,11 +108,13 @@ class Mark:
 
     def set_writes(self, weight: Tensor, count: int) -> None:
         """Set the number of writes since the latest call."""
-        self._storage, self._version = weight.untyped_storage(), version_of(weight) - count
+        self._storage, self._offset = weight.untyped_storage(), weight.storage_offset()
+        self._version = version_of(weight) - count
 
     def writes(self, weight: Tensor) -> int | None:
         """Return the number of writes to a weight since the latest call; None if its memory has been replaced."""
-        is_same = weight.untyped_storage()._cdata == self._storage._cdata
+        memory = weight.untyped_storage()._cdata, weight.storage_offset()
+        is_same = memory == (self._storage._cdata, self._offset)
         return version_of(weight) - self._version if is_same else None
 
     def __reduce__(self) -> Any:

@@ -9,7 +9,7 @@ import copy
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..errors import Error
 from ..torch_private import can_assign_data
 from . import devices
 from .call import Commit
-from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory, version_of
+from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory
 from .instances.consistency import hash_of_sample
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class TrainState:
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self.commit = Commit()
         self.graph_pools: dict[torch.device, Any] = {}  # of memory, for the captured steps of all plans
-        # Of trained parameters, when they were equal in all processes.
-        self._confirmed: dict[str, VersionStamp] = {}
+        # Trained parameters, and their marks of when they were equal in all processes.
+        self._confirmed: dict[str, tuple[Tensor, Mark]] = {}
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of this process by canonical name: the tensors that updates change."""
@@ -247,14 +247,15 @@ class TrainState:
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
-        self._confirmed |= {key: version_stamp(value) for key, value in parameters.items()}
+        self._confirmed |= {key: (value, Mark(None, value)) for key, value in parameters.items()}
 
     def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of these parameters that were written or replaced since `confirm`, by name."""
+        before = {key: mark for key, (value, mark) in self._confirmed.items() if value is parameters.get(key)}
         return {
             key: value.detach()
             for key, value in parameters.items()
-            if key not in self._confirmed or not self._confirmed[key].fits(value)
+            if key not in before or before[key].writes(value) != 0
         }
 
     def own_buffers(self, weights: Mapping[str, Tensor], keys: Iterable[str]) -> list[dict[str, Tensor]]:
@@ -271,23 +272,6 @@ class TrainState:
             for own in self.buffers if devices.has_queue(value.device) or not is_same else ():
                 own[key].copy_(torch.where(is_same, own[key], value))
         return self.buffers
-
-
-class VersionStamp(NamedTuple):
-    """What a write to a tensor changes. `alias` keeps its memory: no other tensor can get the same address."""
-
-    value: Tensor
-    alias: Tensor
-    version: int
-
-    def fits(self, value: Tensor) -> bool:
-        """Return whether a tensor is this one, and neither its memory nor its version counter has changed."""
-        version, address = version_stamp(value).version, self.alias.data_ptr()
-        return self.value is value and (address, self.version) == (value.data_ptr(), version)
-
-
-def version_stamp(value: Tensor) -> VersionStamp:
-    return VersionStamp(value, value.detach(), version_of(value))
 
 
 def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]] = ()) -> bool:

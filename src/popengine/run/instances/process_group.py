@@ -142,9 +142,8 @@ class ProcessGroup(Connections):
         """Let peers read this instance's weights and optimizer state, held by a weak reference; return its name, for
         `read`. All instances must publish their states in the same order."""
         self._published += 1
-        name = (
-            f"{_READING}weights or state by state_dict(), to be called in all instances ({self._published})"
-        )
+        name = f"{_READING}weights or state by state_dict(), which all instances must call; one may save it"
+        name = f"{name} ({self._published})"
         self._states[name] = state
         return name
 
