@@ -3,7 +3,9 @@
 import argparse
 import multiprocessing
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import parts
 import ways  # pyright: ignore[reportMissingImports]
 from comparison import calm, disagreement, free_port  # pyright: ignore[reportMissingImports]
 from harness import Contender, environment, markdown, measure, table  # pyright: ignore[reportMissingImports]
+from task import Task  # pyright: ignore[reportMissingImports]
 
 HALVES = ((0, "words layer0 layer1 layer2"), (1, "layer3 head"))
 RIVAL = "torch.distributed.pipelining, 2 processes"
@@ -35,12 +38,37 @@ def memory_table(layers: int) -> str:
     return markdown(head, rows)
 
 
+def times_table(task: Task) -> str:
+    """What each of two processes does in the last of some calls, as a table."""
+    import poptorch
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = partial(parts.times, task=task, port=free_port(), placement=HALVES, folder=folder)
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(work, range(2)))
+        runs = poptorch.Report(folder).trace()
+    last = [run for run in runs if run["call"] == max(run["call"] for run in runs)]
+    seconds = (max(run["end"] for run in last) - min(run["start"] for run in last)) / 1e9
+    rows = []
+    for ipu in (0, 1):
+        spent = {"forward": 0.0, "backward": 0.0, "send": 0.0, "other": 0.0}
+        for run in last:
+            if run["ipu"] == ipu:
+                spent[run["kind"] if run["kind"] in spent else "other"] += (run["end"] - run["start"]) / 1e9
+        waits = seconds - sum(spent.values())
+        rows.append([str(ipu), *(f"{each:.3f}" for each in (*spent.values(), waits, seconds))])
+    bubble = 1 / (task.micro_batches + 1)
+    head = ["process", "forward (s)", "backward (s)", "send (s)", "other (s)", "waits (s)", "call (s)"]
+    return f"{markdown(head, rows)}\n\nThe bubble of two equal stages is {bubble:.0%} of a call."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--layers", type=int, default=16, help="of the stack, whose memory is measured; 0: none"
     )
     parser.add_argument("--rounds", type=int, default=9, help="of BERT; 0: none")
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=[8, 32], help="of BERT's updates")
     parser.add_argument("--patience", type=int, default=1, help="times the rounds, at most, for calm ones")
     args = parser.parse_args()
     where = environment()
@@ -51,15 +79,20 @@ def main() -> None:
     if args.rounds:
         from bert import TASK  # pyright: ignore[reportMissingImports]
 
-        pair = {"task": TASK, "port": free_port()}
-        found = [
-            Contender("Pando, 2 processes", partial(parts.ours, placement=HALVES, **pair), 2),
-            Contender("Pando, 1 process, 2 cores", partial(ways.ours, task=TASK, placement=HALVES)),
-            Contender(RIVAL, partial(ways.pipelining, task=TASK, port=free_port()), 2),
-        ]
-        measured = measure(found, args.rounds, partial(print, file=sys.stderr), args.patience, warm=3)
-        print(f"{table(measured, RIVAL, TASK.unit_rows, 'rows')}\n\n{calm(measured)}")
-        print(f"losses differ by at most {disagreement(measured):.1e} after the first unit\n")
+        for count in args.micro_batches:
+            task = replace(TASK, micro_batches=count)
+            pair = {"task": task, "port": free_port()}
+            found = [
+                Contender("Pando, 2 processes", partial(parts.ours, placement=HALVES, **pair), 2),
+                Contender("Pando, 1 process, 2 cores", partial(ways.ours, task=task, placement=HALVES)),
+                Contender(RIVAL, partial(ways.pipelining, task=task, port=free_port()), 2),
+            ]
+            measured = measure(found, args.rounds, partial(print, file=sys.stderr), args.patience, warm=3)
+            print(f"{count} micro-batches\n\n{table(measured, RIVAL, task.unit_rows, 'rows')}\n")
+            print(
+                f"{calm(measured)}\nlosses differ by at most {disagreement(measured):.1e} after the first unit\n"
+            )
+            print(f"{times_table(task)}\n", flush=True)
     print(where)
 
 

@@ -44,6 +44,18 @@ def ours(rank: int, task: Task, port: int, placement: ways.Placement) -> ways.Un
     return unit
 
 
+def times(rank: int, task: Task, port: int, placement: ways.Placement, folder: str) -> None:
+    """Write the profile of the calls of a process that has one stage, which all processes' reports share."""
+    import poptorch
+
+    options = options_of(rank, port, len(placement), len(placement)).enableProfiling(folder)
+    options.setExecutionStrategy(poptorch.PipelinedExecution(*ways.stages(placement)))
+    training_model, inputs = ways.executor(task, options), task.inputs()
+    for _ in range(CALLS + 1):
+        training_model(*inputs)
+    training_model.detachFromDevice()
+
+
 class Stack(nn.Module):
     """Equal layers, as many on each ipu."""
 

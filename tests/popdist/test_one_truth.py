@@ -122,7 +122,6 @@ def said():
     return [ended.value or ended.error for ended in processes.run(differ, 2)]
 
 
-@pytest.mark.kind("one process differs")
 def test_instances_that_differ_say_what_differs_and_where(said):
     for message in said:
         for name, text in DIFFERENT.items():
