@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ports import free_port
@@ -26,9 +25,6 @@ class Ended:
 
     value: Any = None
     error: str = ""
-    kind: str = ""
-    seconds: float = 0.0
-    code: int | None = None
 
 
 def launches(instances, replicas=1, parts=1):
@@ -87,7 +83,6 @@ def _ended(process, here, until):
     except EOFError:
         ended = Ended()
     process.join(max(until - time.monotonic(), 0.1))
-    ended.code = process.exitcode
     return ended
 
 
@@ -97,15 +92,10 @@ def _child(function, environment, there, path, args):
     import torch
 
     torch.set_num_threads(1)
-    started = time.monotonic()
     ended = Ended()
     try:
         ended.value = function(*args)
     except BaseException as error:
-        ended.error, ended.kind = str(error), type(error).__name__
-    ended.seconds = time.monotonic() - started
+        ended.error = str(error)
     there.send(ended)
     there.close()
-
-
-FOLDER = Path(__file__).parent

@@ -48,13 +48,14 @@ def test_a_training_goes_on_to_the_bits_of_one_that_never_ended(tmp_path, how, c
     assert difference(found, {**expected, "losses": expected["losses"][4:]}) == ""
 
 
-def test_the_newest_few_stay_and_what_killed_runs_left_goes(tmp_path):
-    left = tmp_path / "call-1.abc.unfinished"
-    left.mkdir()
+def test_the_newest_few_stay_what_killed_runs_left_goes_and_later_calls_do_not_count(tmp_path):
     training = Training(options(), tmp_path, every=1)
     training.restore()
+    # The last two as another run, in the same folder at the same time, would write them.
+    for name in ("call-1.abc.unfinished", "call-16", "call-18"):
+        (tmp_path / name).mkdir()
     training.train(4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-3", "call-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-16", "call-18", "call-3", "call-4"]
     assert sorted(path.name for path in (tmp_path / "call-4").iterdir()) == ["instance-0.pt", "manifest"]
 
 
@@ -128,15 +129,6 @@ def test_a_run_whose_newest_checkpoints_are_damaged_keeps_those_that_it_writes(t
     assert [path.name for path in files.complete_checkpoints(tmp_path)] == ["call-4", "call-2"]
     assert len(list(tmp_path.glob("call-1?.unreadable-*"))) == 2
     assert Training(options(), tmp_path).restore() == 4
-
-
-def test_checkpoints_of_later_calls_do_not_make_new_ones_go(tmp_path):
-    training = Training(options(), tmp_path)
-    training.restore()
-    for call in (16, 18):  # as another run, in the same folder at the same time, would write them
-        (tmp_path / f"call-{call}").mkdir()
-    training.train(4)
-    assert [call for call in (2, 4, 16, 18) if (tmp_path / f"call-{call}").exists()] == [2, 4, 16, 18]
 
 
 def test_each_bit_of_a_manifest_is_checked(tmp_path):
@@ -320,19 +312,14 @@ def test_what_an_instance_could_not_write_goes_though_another_one_comes_late(tmp
     assert failures == {1 - late: cause, late: "" if late else f"instance 1: {cause}"}
 
 
-@pytest.mark.parametrize("below", ["", "folder/checkpoints"])
-def test_a_file_is_no_directory_of_checkpoints(tmp_path, below):
+def test_wrong_folders_and_numbers_and_a_save_before_restore_are_refused(tmp_path):
     (tmp_path / "weights.pt").touch()
-    with pytest.raises(NotADirectoryError, match=r"weights.pt is a file\n  fix: the directory is a folder"):
-        popdist.Checkpoint(tmp_path / "weights.pt" / below)
-
-
-def test_nothing_can_be_saved_before_restore(tmp_path):
+    for below in ("", "folder/checkpoints"):
+        words = r"weights.pt is a file\n  fix: the directory is a folder"
+        with pytest.raises(NotADirectoryError, match=words):
+            popdist.Checkpoint(tmp_path / "weights.pt" / below)
+    for numbers in ({"every": -1}, {"keep": 0}):
+        with pytest.raises(ValueError, match="every must not be negative, and keep at least 1"):
+            popdist.Checkpoint(tmp_path, **numbers)
     with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the first call"):
         popdist.Checkpoint(tmp_path).save()
-
-
-@pytest.mark.parametrize("arguments", [{"every": -1}, {"keep": 0}])
-def test_faulty_arguments_are_refused(tmp_path, arguments):
-    with pytest.raises(ValueError, match="every must not be negative, and keep at least 1"):
-        popdist.Checkpoint(tmp_path, **arguments)
