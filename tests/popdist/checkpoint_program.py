@@ -95,14 +95,16 @@ class Training:
 
 def difference(one, other) -> str:
     """Where two results differ, to the last bit; empty: nowhere."""
-    (ones, form), (others, other_form) = map(tree_flatten_with_path, (one, other))
-    if form != other_form:
-        return f"{form} {other_form}"
-    return " ".join(
-        keystr(path)
-        for (path, value), (_, wanted) in zip(ones, others, strict=True)
-        if not (torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted)
+    ones, others = (
+        {keystr(path): leaf for path, leaf in tree_flatten_with_path(result)[0]} for result in (one, other)
     )
+
+    def is_same(value, expected):
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor)
+        return torch.equal(value, expected) if are_tensors else value == expected
+
+    paths = ones.keys() | others.keys()
+    return " ".join(path for path in paths if not is_same(ones.get(path), others.get(path)))
 
 
 def main(words=None):

@@ -406,7 +406,7 @@ def init():
     popdist.init()
 
 
-def test_who_does_not_come_to_the_first_meeting_is_named_with_the_time_limit():
+def test_a_missing_instance_or_a_wrong_address_is_named_with_the_time_limit():
     limit, (first, second, _) = {"POPDIST_INIT_TIMEOUT": "1"}, processes.launches(3)
     with socket.socket() as used:
         used.bind(("", 0))
