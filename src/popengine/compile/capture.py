@@ -40,7 +40,7 @@ from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import Shelves, StoredValue, check_none_left, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import MISSING, Read, Reads
+from .recording.reads import MISSING, Read, Reads, hooks_reader
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
@@ -166,6 +166,9 @@ def _record(
         gradients = _record_backward(state, scale) if training else {}
     reads = noting.finish(recorder, state.returned)
     reads.all.append(Read("the state of torch", state_around, view=tuple))
+    if training:
+        hooks = hooks_reader({member.name: member.real for member in stand_ins.members})
+        reads.all.append(Read("a hook of a parameter", hooks))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     stored = [*fake_tensors_in(module), *shelves.stored_elsewhere()] if changed else []

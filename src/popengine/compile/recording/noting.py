@@ -110,8 +110,6 @@ class Noting(TorchFunctionMode):
             self.note_functions(hook for hook, _ in capture.stand_ins.hooks)
             for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
                 self._note_items(vars(real), name, None, dot=".")
-                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks") if capture.training else ():
-                    self._add(Read(f"a hook of {name}", getattr, real, hooks))
             self._on_event = self._note_event if profiles else None
             with self:
                 sys.setprofile(self._on_event) if profiles else None
@@ -198,13 +196,13 @@ class Noting(TorchFunctionMode):
         """Return whether the calling code runs in the forward that is recorded."""
         return active.get() is self._capture
 
-    def after_read(self, owner: Any, name: str, value: Any) -> None:
-        """Note that an attribute is `value`."""
+    def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
+        """Note that an attribute is `value`. `is_plain`: the class has no `__getattribute__` of its own."""
         known = self._known.get(id(owner))
         if known is None or name in _NOT_NOTED or (id(owner), name) in self._done:
             return
         if name[:2] != "__":
-            self._note_attribute(owner, name, value, *known[1:])
+            self._note_attribute(owner, name, value, is_plain, *known[1:])
         elif name == "__dict__" and not isinstance(owner, nn.Module):  # of modules torch reads it often
             self._done.add((id(owner), name))
             self._note_items(value, *known[1:], _dictionary_of, ".")
@@ -237,7 +235,9 @@ class Noting(TorchFunctionMode):
             self._undo.callback(setattr, module, "__class__", types.ModuleType)
         watch_class(type(module), self, self._undo)
 
-    def _note_attribute(self, owner: Any, name: str, value: Any, path: str, parent: Read | None) -> None:
+    def _note_attribute(
+        self, owner: Any, name: str, value: Any, is_plain: bool, path: str, parent: Read | None
+    ) -> None:
         """Note an attribute that was neither read nor written before."""
         if package_of(value) in PANDO or isinstance(value, FakeTensor):
             return
@@ -262,7 +262,8 @@ class Noting(TorchFunctionMode):
             if name in locate(owner):
                 return
         is_slot = isinstance(in_class, types.MemberDescriptorType)
-        if value is not MISSING and in_class is not value and (is_slot or not hasattr(in_class, "__get__")):
+        is_own = is_slot or not (hasattr(in_class, "__get__") or (is_plain and in_class is value))
+        if value is not MISSING and is_own:
             # From a slot, or by a `__getattribute__` of its own.
             self._add(note(getattr, owner, name, locate=_itself))
 

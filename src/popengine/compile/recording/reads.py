@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import starmap
 from types import CodeType, MappingProxyType, MethodType
 from typing import Any
@@ -169,6 +169,20 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
             return False
 
     return is_same
+
+
+def hooks_reader(tensors: Mapping[str, Tensor]) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that returns (name, hook) of each present gradient hook of these tensors."""
+    kinds = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
+
+    def present_hooks() -> tuple[Any, ...]:
+        shelves = [*map(kinds[0], tensors.values()), *map(kinds[1], tensors.values())]
+        if not any(shelves):
+            return ()
+        found = zip((*tensors, *tensors), shelves, strict=True)
+        return tuple((name, hook) for name, hooks in found if hooks for hook in hooks.values())
+
+    return present_hooks
 
 
 def layout_of(value: Any) -> Any:

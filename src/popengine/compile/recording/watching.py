@@ -14,6 +14,7 @@ def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
         return True
     read: Any = kind.__getattribute__
     write: Any = kind.__setattr__
+    is_plain = read is object.__getattribute__
 
     def reading(owner: Any, name: str) -> Any:
         if not watcher.is_noting():
@@ -21,9 +22,9 @@ def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
         try:
             value = read(owner, name)
         except AttributeError:
-            watcher.after_read(owner, name, MISSING)
+            watcher.after_read(owner, name, MISSING, is_plain)
             raise
-        watcher.after_read(owner, name, value)
+        watcher.after_read(owner, name, value, is_plain)
         return value
 
     def writing(owner: Any, name: str, value: Any) -> None:
