@@ -25,7 +25,7 @@ ATTRIBUTES = {
     "Node of autograd": "_sequence_nr",
     "DataLoader": "_iterator",
     "Lightning": "_AcceleratorConnector _after_closure _check_config_and_set_final_flags _data_connector"
-    " _detect_anomaly _lightning_module _num_samples"
+    " _detect_anomaly _lightning_module _num_samples _on_before_zero_grad"
     " _precision_flag _trainer",
     "argparse": "_actions _option_string_actions",
     "Python": "_asdict _exit _fields _getframe _inheriting _replace",
