@@ -9,23 +9,9 @@ import signal
 import sys
 
 import torch
-from torch import nn
+from parity_models import OnTwoIpus
 
 import poptorch
-
-
-class Net(nn.Module):
-    """Two stages, statistics and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = poptorch.BeginBlock(nn.Linear(3, 4), "a", ipu_id=0)
-        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.1)
-        self.b = poptorch.BeginBlock(nn.Linear(4, 2), "b", ipu_id=1)
-
-    def forward(self, x):
-        y = self.b(self.drop(self.norm(self.a(x)).relu()))
-        return poptorch.identity_loss(y.square(), "mean")
 
 
 class Interrupt:
@@ -65,7 +51,7 @@ def interrupted(model, batch, interrupt):
 def main(count):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     torch.manual_seed(0)
-    plain, batch = Net(), torch.randn(6, 3)
+    plain, batch = OnTwoIpus(dropout=0.1), torch.randn(6, 3)
     expected = trainer(copy.deepcopy(plain))(batch)
     counted = Interrupt()
     interrupted(copy.deepcopy(plain), batch, counted)

@@ -86,3 +86,22 @@ class Transformer(nn.Module):
     @staticmethod
     def data(rows: int) -> list[Tensor]:
         return [torch.randint(0, WORDS, (rows, LENGTH)) for _ in range(2)]
+
+
+class OnTwoIpus(nn.Module):
+    """Two layers, each on an ipu, with statistics and dropout between them; returns the loss only.
+
+    tied: the layers have one weight, which both ipus use
+    """
+
+    def __init__(self, tied: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.a = poptorch.BeginBlock(nn.Linear(3, 3), "a", ipu_id=0)
+        self.norm, self.dropout = nn.BatchNorm1d(3), nn.Dropout(dropout)
+        self.b = poptorch.BeginBlock(nn.Linear(3, 3), "b", ipu_id=1)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.dropout(self.norm(self.a(x)).relu()))
+        return poptorch.identity_loss(y.square(), "mean")

@@ -1,19 +1,16 @@
 """What updates get wrong in silence, if nobody looks: rare rates, narrow sums, wide numbers."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
+from parity_runs import options
 from torch import nn
 
 import poptorch
 
-
-def quiet(iterations=1, accumulation=1, replicas=1):
-    found = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
-    found.showCompilationProgressBar(False)
-    found.Training.gradientAccumulation(accumulation)
-    return found
+quiet = partial(options, accumulation=1)
 
 
 class Slope(nn.Module):

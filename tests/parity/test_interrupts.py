@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from interrupts import Interrupts
+from parity_models import OnTwoIpus
 from torch import nn
 from what_a_call_changes import same, state
 
@@ -23,20 +24,9 @@ EVERYWHERE = ("/popengine/", "/poptorch/")
 DEVICES = ("/poptorch/executor/loaded_plans.py", "/run/engine.py", "/run/state.py")
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = poptorch.BeginBlock(nn.Linear(3, 4), "a", ipu_id=0)
-        self.norm = nn.BatchNorm1d(4)
-        self.b = poptorch.BeginBlock(nn.Linear(4, 2), "b", ipu_id=1)
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
-
-
 def trainer(iterations=2, plans=0):
     torch.manual_seed(0)
-    model = Net()
+    model = OnTwoIpus()
     options = poptorch.Options().deviceIterations(iterations).randomSeed(5).showCompilationProgressBar(False)
     if plans:
         options.allowNewShapes(plans)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parity_runs import options
 from torch import nn
 
 import poptorch
@@ -19,22 +20,16 @@ class Weight(nn.Module):
         return poptorch.identity_loss(self.weight * self.slope * x, "sum")
 
 
-def options(accumulation=3, iterations=2):
-    opts = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
-    opts.Training.gradientAccumulation(accumulation)
-    return opts
-
-
 def test_the_norm_of_half_gradients_may_be_larger_than_their_type_holds():
     model = Weight(60000.0, size=100, dtype=torch.float16)  # the norm is 600000
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.5, accum_type=torch.float16, max_grad_norm=10.0)
-    poptorch.trainingModel(model, options(1, 1), optimizer)(torch.ones(1, dtype=torch.float16))
+    poptorch.trainingModel(model, options(accumulation=1), optimizer)(torch.ones(1, dtype=torch.float16))
     torch.testing.assert_close(model.weight.detach(), torch.full((100,), 0.5, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("slope, factors", [(1.0, [2.0, 4.0, 8.0]), (1e4, [0.5, 1.0, 0.5])])
 def test_the_loss_scale_follows_the_share_of_large_gradients(slope, factors):
-    opts = options(accumulation=1, iterations=1)
+    opts = options(accumulation=1)
     opts.Training.setAutomaticLossScaling(True)
     model = Weight(slope)
     executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=1e-9))
@@ -46,7 +41,7 @@ def test_the_loss_scale_follows_the_share_of_large_gradients(slope, factors):
 
 
 def test_an_update_whose_gradients_overflow_is_skipped():
-    opts = options(accumulation=1, iterations=1)
+    opts = options(accumulation=1)
     opts.Training.setAutomaticLossScaling(True)
     model = Weight(1e4)
     executor = poptorch.trainingModel(

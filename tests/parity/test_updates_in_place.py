@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from parity_models import OnTwoIpus
 from what_a_call_changes import same, state
 
 import poptorch
@@ -17,21 +17,6 @@ from popengine.run.row_functions import RowFunctions
 from poptorch.executor.executable_file import training_state
 
 PATIENCE = 240.0  # seconds until a test has failed
-
-
-class Net(nn.Module):
-    """Two ipus; `tied`: a weight that both use."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        self.a = poptorch.BeginBlock(nn.Linear(3, 3), "a", ipu_id=0)
-        self.norm = nn.BatchNorm1d(3)
-        self.b = poptorch.BeginBlock(nn.Linear(3, 3), "b", ipu_id=1)
-        if tied:
-            self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.b(self.norm(self.a(x)).relu()).square(), "mean")
 
 
 VARIANTS = {
@@ -61,7 +46,7 @@ class Adam(poptorch.optim.Adam):
 
 def trainer(tied=False, replicas=1, scaling=False, sharded=False, **optimizer):
     torch.manual_seed(0)
-    model = Net(tied)
+    model = OnTwoIpus(tied)
     options = poptorch.Options().replicationFactor(replicas).randomSeed(5).showCompilationProgressBar(False)
     options.Training.gradientAccumulation(3).setAutomaticLossScaling(scaling)
     if sharded:
@@ -228,7 +213,7 @@ def test_an_update_that_fails_while_it_is_written_says_that_the_weights_are_lost
 def test_weights_and_states_keep_their_memory(iterations):
     options = poptorch.Options().deviceIterations(iterations).showCompilationProgressBar(False)
     options.Training.gradientAccumulation(3)
-    model = Net()
+    model = OnTwoIpus()
     executor = poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
     batch = torch.randn(iterations * 3 * 2, 3)
 

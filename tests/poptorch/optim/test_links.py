@@ -139,11 +139,13 @@ def test_updates_change_the_tensors_of_the_optimizers_state(kind):
     assert all(one is other for one, other in zip(tensors, now, strict=True) if one is not None)
 
 
-def test_a_new_optimizer_without_state_continues_and_the_one_before_keeps_a_copy():
-    model, optimizer = made("adam")
+@pytest.mark.parametrize("make", [OPTIMIZERS["adam"], OURS["adam"]], ids=["torch", "ours"])
+def test_a_new_optimizer_without_state_continues_and_the_one_before_keeps_a_copy(make):
+    model, _ = made("adam")
+    optimizer = make(model.parameters())
     executor = on_ipus(model, optimizer, data(2))
     before = copy.deepcopy(optimizer.state_dict())
-    executor.setOptimizer(OPTIMIZERS["adam"](model.parameters()))
+    executor.setOptimizer(make(model.parameters()))
     for batch in data(4)[2:]:
         executor(batch)
     same(optimizer.state_dict(), before)
