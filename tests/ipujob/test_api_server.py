@@ -130,15 +130,6 @@ def test_two_workers_are_told_their_ranks_and_one_address(real, ipujob):
         )
 
 
-def test_a_listed_exit_code_restarts_and_others_do_not(real, ipujob):
-    policy = {"type": "ExitCode", "exitCodes": "3-5"}
-    real.create(shell("again", "exit $((4 * (1 - PANDO_RESTARTS)))", restartPolicy=policy))
-    status = real.end("again")
-    assert (status["launcherStatus"], status["restartCount"]) == ("Completed", 1)
-    _, said = ipujob("status", "again")
-    assert "Succeeded   1" in said and "Restarting: restart 1" in said
-
-
 def test_scaling_while_it_runs(real):
     real.create(shell("servers", "sleep 1000", jobInstances=2))
     real.running("servers", "2 of 2 instances running")
@@ -149,14 +140,6 @@ def test_scaling_while_it_runs(real):
         real.running("servers", f"{wanted} of {wanted} instances running")
         real.wait(lambda: sorted(real.pods("servers")) == [f"servers-worker-{k}" for k in range(wanted)])  # noqa: B023
     real.cluster.call("DELETE", f"{JOBS}/servers")
-
-
-def test_clean_pod_policy_all_takes_pods_and_service_away(real):
-    real.create(job("clean", workers={"replicas": 2}, cleanPodPolicy="All"))
-    real.end("clean")
-    real.wait(lambda: not real.pods("clean"))
-    services = real.cluster.call("GET", "/api/v1/namespaces/default/services")["items"]
-    assert "clean" not in [each["metadata"]["name"] for each in services]
 
 
 def test_a_pod_that_is_deleted_by_hand_comes_again_uncounted(real):

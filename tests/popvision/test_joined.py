@@ -79,7 +79,7 @@ def test_the_page_has_the_cores_of_all_instances(chromium, tmp_path):
     chromium.open(write_report(tmp_path), "headline?on=cores")
     assert chromium.value("popvision.miniature.lanes.map(lane => lane.name)") == ["core 0.0", "core 1.0"]
     text = chromium.value("document.getElementById('main').innerText")
-    assert "measured bubble" in text and "joined by the clock of their host" in text
+    assert "Measured bubble: 23.1%" in text and "joined by the clock of their host" in text
     assert "core 1.0\n" in text
     assert chromium.faults == []
 

@@ -82,9 +82,7 @@ def test_the_headline_shows_the_figures(chromium, report):
     assert f"Bubble of separate devices\n41.7%\n{bubble} 19 micro-batches instead of 8 halve it.\n" in text
     assert "Fits into 1 GiB. ipu 0 needs the most memory, 4.89 KiB.\n" in text
     assert "A step on separate devices\n48 ms" in text
-    waits = (
-        "112 ms a step without these waits. 0.0% of a step without a ready task. 1 of 64 cores ran all ipus."
-    )
+    waits = "A step without waits: 112 ms. Time without a ready task: 0.0%. 1 of 64 cores ran all ipus."
     assert f"A step on these cores\n112 ms\n{waits}\n" in text
 
 

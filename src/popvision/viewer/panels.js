@@ -22,7 +22,7 @@ function headlineView(entry, page) {
   const tiles = make("div", { class: "tiles" },
     Object.entries(remarks).map(([name, remark]) => {
       const [first, ...others] = figures.shown.filter(([tile]) => tile === name);
-      return first ? tile(capital(first[1]), first[2], [...others.map(([, words, text]) => `${text} ${words}.`), ...remark], name === "memory" && figures.fits === false ? "bad" : "") : null;
+      return first ? tile(capital(first[1]), first[2], [...others.map(([, words, text]) => `${capital(words)}: ${text}.`), ...remark], name === "memory" && figures.fits === false ? "bad" : "") : null;
     }),
     slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null);
   const trace = new Trace(entry, { compact: true, on: page.on });
