@@ -210,7 +210,7 @@ class TracePicture {
 
   /** Phase and micro-batch in the middle of a bar, if the bar is wide enough. */
   drawLabel(context, label, ink, x, end, y) {
-    const wide = context.measureText(label).width;
+    const wide = end - x < 14 ? Infinity : context.measureText(label).width; // measuring 100,000 narrow bars takes long
     if (wide + 4 > end - x) return;
     context.fillStyle = ink;
     context.fillText(label, (x + end - wide) / 2, y);
