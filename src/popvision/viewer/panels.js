@@ -5,7 +5,7 @@ function emptyCard(title, text) {
 }
 
 function tile(label, value, note, kind = "") {
-  const [number, ...unit] = value.split(" ");
+  const [number, ...unit] = /^\d/.test(value) ? value.split(" ") : [value];
   return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, number, unit.length ? make("small", {}, ` ${unit.join(" ")}`) : null), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
 }
 
