@@ -17,9 +17,6 @@ class Place(NamedTuple):
     device: int = 0  # index in the process
 
 
-ONE_PLACE = Place()
-
-
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """One stage of the user's strategy: its blocks, and its ipu, if the user named one."""
@@ -194,10 +191,8 @@ class Settings:
     part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
     spreads: bool = False  # whether further ipus, and the next replicas, are at these places again
-    place: Place = ONE_PLACE  # of the engine
     # Of weights and buffers that a process of several of a replica holds already: this process, by canonical name.
     holders: dict[str, int] = field(default_factory=dict)
-    replicas: tuple[int, ...] = ()  # the local replicas that the engine runs; (): all
     cores: int = 0  # of all places, if there are several, for bounds of the order; 0: each ipu is a device
 
     @property
@@ -215,10 +210,6 @@ class Settings:
         replicas = range(self.counts.replicas if self.spreads and self.places and self.devices else 0)
         found = tuple(replica * ipus % len(self.devices) for replica in replicas)
         return found if any(found) else ()
-
-    def runs_replica(self, replica: int) -> bool:
-        """Return whether the engine runs a local replica."""
-        return not self.replicas or replica in self.replicas
 
     def sharing_replicas(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""

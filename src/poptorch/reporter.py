@@ -26,7 +26,6 @@ from popengine import profile
 from popengine.compile.describe import describe, held_tensors
 from popengine.environment import pando_version
 from popengine.errors import Error
-from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine, threads_per_operation
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
@@ -116,7 +115,7 @@ class Reporter:
             },
             "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": _memory_capacity(settings.strategy.capacity),
-            "threads": sum(each.cores for each in recorder.engines) or torch.get_num_threads() // inside,
+            "threads": len(engine.queue.cores),
             "threads_inside": inside,
             "plan": self.number,
             "versions": {
@@ -132,7 +131,7 @@ class Reporter:
         return replace(
             found,
             name=f"{name} (plan {self.number})" if self.number > 1 else name,
-            facts={**found.facts, **facts, **_joined_devices(engine, recorder)},
+            facts={**found.facts, **facts, **_joined_devices(engine)},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
             operations=tuple(_add_times(found, detail)),
             runs=tuple(itertools.chain(*recorder.kept, recorder.broken)),
@@ -148,14 +147,16 @@ class Reporter:
         )
 
 
-def _joined_devices(engine: Engine, recorder: Recorder) -> dict[str, Any]:
-    """Return the entry "joined" of a profile's facts, if several devices have recorded it: see `popvision.joined`."""
-    if not isinstance(engine, DeviceEngines):
+def _joined_devices(engine: Engine) -> dict[str, Any]:
+    """Return the entry "joined" of a profile's facts, if several devices run the plan: see `popvision.joined`."""
+    states = [worker.state for worker in engine.workers]
+    if len(states) == 1:
         return {}
-    parts, cores = engine.devices_and_ipus(), dict[str, tuple[int, str]]()
-    for number, (each, (device, *_)) in enumerate(zip(recorder.engines, parts, strict=False)):
-        cores |= {str(each.core_number(core)): (number, f"{device}.{core}") for core in range(each.cores)}
-        cores[str(each.core_number(-1))] = number, f"messages {device}"
+    cores = {
+        str(core.number): (core.lane, f"{states[core.lane].device}.{core.index}")
+        for core in engine.queue.cores
+    }
+    parts = [(str(s.device), [*engine.plan.state_at(s.where.place)], [*s.where.replicas]) for s in states]
     return {"joined": {"cores": cores, "one_clock": True, "missing": [], "devices": parts}}
 
 

@@ -275,7 +275,7 @@ def slow_in_the_middle(folder):
         executor(*training.batch(0, iterations=iterations))
         again = training.batch(1, iterations=iterations)
         before, message = training.weights(model), ""
-        updates = executor._plans.engine._rows.updates
+        updates = executor._plans.engine.workers[0].updates
         inner = updates._divide_means
 
         def slow(sums, inner=inner, name=iterations):

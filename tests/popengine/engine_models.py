@@ -47,9 +47,9 @@ OTHERS |= {"LARS": functools.partial(LARS, lr=0.01), "Signed": functools.partial
 OPTIMIZERS |= OTHERS
 
 
-def train_state_of(weights, parameters, kind="plain sgd", seed=0):
+def train_state_of(weights, parameters, kind="plain sgd", seed=0, replicas=1):
     """A `TrainState` of tensors by name, with an optimizer of those that are `parameters`; None: of an inference."""
-    state = TrainState(weights.copy, seed)
+    state = TrainState(weights.copy, seed, replicas)
     if kind is not None:
         held = {name: weights[name] for name in parameters if name in weights}
         # In a process, the optimizer has the parameters of other places, too.

@@ -195,11 +195,11 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counted: dict[int, int] = {}  # bytes after each row for micro-batch 0
 
-    class Counting(recording.EngineRecorder):
-        def run_task(self, row, index, replica, work, core):
-            super().run_task(row, index, replica, work, core)
-            rows = self._rows
-            if index or not rows.plan.tasks[row].phase:
+    class Counting(recording.Recorder):
+        def run_task(self, rows, task, work, core):
+            super().run_task(rows, task, work, core)
+            row = task.row
+            if task.index or not rows.plan.tasks[row].phase:
                 return
             state = {value.untyped_storage()._cdata for value in rows.state.values[0].values()}
             state |= {value.untyped_storage()._cdata for value in rows.state.new_buffers[0].values()}
@@ -213,7 +213,7 @@ def test_liveness_is_what_the_engine_holds(tmp_path, monkeypatch):
                     found[storage._cdata] = storage.nbytes()
             counted[row] = sum(found.values())
 
-    monkeypatch.setattr(recording, "EngineRecorder", Counting)
+    monkeypatch.setattr("poptorch.reporter.Recorder", Counting)
     train(tmp_path, ipus=(0, 0, 0))
     profile = load(tmp_path / "training" / "profile.pop")
     held = {
@@ -352,7 +352,7 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     inference = inference_of(tmp_path)
     for _ in range(2):  # these are looked at closer, with code of their own
         inference(torch.randn(3 * ROWS, WIDTH))
-    codes = inference._plans.engine._rows.codes[0]
+    codes = inference._plans.engine.workers[0].codes[0]
     before = list(codes)
     codes[2] = lambda values: 1 / 0  # of the last ipu
     with pytest.raises(poptorch.Error):

@@ -132,7 +132,8 @@ class _TableWriter:
                 if reads and place != self.place[source]:
                     names = tuple(dict.fromkeys(chain(*reads.values())))
                     origin = next(iter(reads))
-                    like = Task("copy", source, index="step", once=not self.settings.replica_groups)
+                    is_once = not (self.settings.replica_groups or self.shifts)
+                    like = Task("copy", source, index="step", once=is_once)
                     send = self._append_send(like, names, origin, channel)
                     received = self._append_receive(send, like)
                     self.weights.update(((name, place), received) for name in names)

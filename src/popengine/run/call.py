@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from time import perf_counter
@@ -48,7 +48,7 @@ class ResultBuffer:
         if mode == "sum":
             self.values.zero_()
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
-        self._is_pinned = False
+        self._coming = list[tuple[int, devices.Transfer]]()  # rows from other devices
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
         """Copy the value of a micro-batch to its row, or add it (mode "sum"), if the mode returns it."""
@@ -62,34 +62,48 @@ class ResultBuffer:
                 return
             row += (iteration // self._period * counts.accumulation + micro_batch) * counts.replicas
         self.started[row] = perf_counter()
+        if value.device != self.values.device:
+            self._coming.append((row, devices.Transfer(value, self.values.device)))
+        else:
+            self._store(row, value)
+        self.finished[row] = perf_counter()
+
+    def _store(self, row: int, value: Tensor) -> None:
         if self._mode == "sum":
             self.values[row].add_(value)
         else:
             self.values[row].copy_(value)
-        self.finished[row] = perf_counter()
 
-    def add_step(self, iteration: int, step: ResultBuffer) -> None:
-        """Copy the rows of an iteration from the buffer of one step."""
+    def finish_transfers(self) -> None:
+        """Store the rows from other devices."""
+        for row, transfer in self._coming:
+            self._store(row, transfer.finish())
+
+    def add_step(self, iteration: int, step: ResultBuffer, replicas: Collection[int]) -> None:
+        """Copy the rows of an iteration and of these replicas (or groups) from the buffer of one step."""
         if step._period == 1 and (iteration + 1) % self._period:
             return
-        count = len(step.values)
+        count, every = len(step.values), self._counts.replicas
         start = 0 if self._mode in ("final", "sum") else iteration // self._period * count
         now = perf_counter()
-        self.values[start : start + count].copy_(step.values)
+        rows = self.values[start : start + count]
+        for first in replicas if len(replicas) < every else ():
+            rows[first::every].copy_(step.values[first::every])
+        if len(replicas) == every:
+            rows.copy_(step.values)
         self.started[start : start + count] = [now] * count
         self.finished[start : start + count] = [perf_counter()] * count
 
     def start_download(self) -> None:
         """Start to copy the rows to the host's memory; they are there when the device has run the call."""
         self.values = devices.download(self.values)
-        self._is_pinned = True
 
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""
         with torch.inference_mode(False):  # the user may write to it
             # Pinned memory is rounded up, and never given back.
-            values = self.values.clone() if self._is_pinned else self.values.cpu()
+            values = self.values.clone() if self.values.is_pinned() else self.values.cpu()
         if narrow and values.dtype in _RETURNED:
             values = _as_32_bit(values)
         if values.dim() == 1:
@@ -150,10 +164,12 @@ class Results:
         row = self._counts.input_group_of(replica) if index in self._written else replica
         self.buffers[index].put(turn, row, value)
 
-    def add_step(self, iteration: int, step: Results, turns: range) -> None:
-        """Copy the results of an iteration from those of a call with one step, whose inputs are uploaded now."""
+    def add_step(self, iteration: int, step: Results, turns: range, replicas: Collection[int]) -> None:
+        """Copy the results of an iteration from those of a call with one step of these replicas, whose inputs are
+        uploaded now."""
+        groups = {self._counts.input_group_of(replica) for replica in replicas}
         for index, buffer in step.buffers.items():
-            self.buffers[index].add_step(iteration, buffer)
+            self.buffers[index].add_step(iteration, buffer, groups if index in self._written else replicas)
         rows = slice(turns.start * self._counts.replicas, turns.stop * self._counts.replicas)
         for times in (*self.load_started, *self.loaded):
             times[rows] = [perf_counter()] * (rows.stop - rows.start)
@@ -203,15 +219,6 @@ class Results:
         buffers = self._outputs[:count]
         of_outputs = map(attrgetter("started"), buffers), map(attrgetter("finished"), buffers)
         return [self.load_started, self.loaded, *map(list, of_outputs)]
-
-    def add_times(self, other: Results) -> None:
-        """Add the times of the copies that another device has made."""
-        for own, theirs in zip(self._times(), other._times(), strict=True):
-            own[:] = map(max, own, theirs)
-
-    def _times(self) -> list[list[float]]:
-        spans = [span for buffer in self.buffers.values() for span in (buffer.started, buffer.finished)]
-        return [*self.load_started, *self.loaded, *spans]
 
     def written_inputs(self) -> dict[int, Tensor]:
         """Return the new values of inputs that forward writes into, on the CPU, by index of the input."""
@@ -346,6 +353,7 @@ class EngineCall:
     hyper: Hyper | None
     threads: int  # the caller's torch.get_num_threads(), restored at the end
     commit: Commit
-    begins_after: Any = None  # an accelerator's event: of the work that the caller has started
+    # Events of the work that the caller has started, with their accelerators.
+    begins_after: list[tuple[Any, torch.device]] = field(default_factory=list)
     overflows: list[tuple[int, float]] = field(default_factory=list)  # steps and loss scales
     failure: BaseException | None = None  # with which the call ended

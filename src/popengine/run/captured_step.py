@@ -79,16 +79,69 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
 
 
 class CapturedStep:
-    """The graph of a step of a plan, and the memory that it reads and writes."""
+    """The graphs of a step of a plan, one for each device."""
 
-    def __init__(self, rows: RowFunctions) -> None:
-        self._rows, self._plan, self._settings, self._state = rows, rows.plan, rows.settings, rows.state
-        self._why_not = why_not_captured(rows.plan, rows.settings, rows.state.device)
+    def __init__(self, workers: Sequence[RowFunctions]) -> None:
+        rows, self._workers = workers[0], workers
+        self._graphs = [_DeviceGraph(worker) for worker in workers]
+        reasons = (why_not_captured(rows.plan, rows.settings, worker.state.device) for worker in workers)
+        self._why_not = next(filter(None, reasons), "")
         if self._why_not:
             self._give_up(self._why_not)
         self._is_warm = False  # whether a step has run: kernels are loaded, workspaces allocated
-        self._addresses: list[int] = []  # of weights and buffers, when the step was captured
         self._in_a_row = 0  # calls that captured a step again
+
+    def _give_up(self, why_not: str, log: Any = logger.info) -> None:
+        """Capture no more steps, and free the graphs' memory."""
+        self._why_not, self._graphs = why_not, []
+        names = ", ".join(str(worker.state.device) for worker in self._workers)
+        log("steps on %s are started operation by operation: %s", names, why_not)
+
+    def run(self, table: Any, call: EngineCall) -> bool:
+        """Run the tasks of a step (a `StepTasks`) by replays; return False if they are to be run one by one."""
+        if self._why_not or not self._is_warm:
+            self._is_warm = True
+            return False
+        rows, tasks = self._workers[0].plan.tasks, [table.all[number] for number in table.order]
+        inner = [task for task in tasks if rows[task.row].index == "micro_batch"]
+        stale = [graph for graph in self._graphs if not graph.is_valid()]
+        if not stale:
+            self._in_a_row *= call.commit.done > 0  # a call's first step shows whether weights have moved
+        else:
+            self._in_a_row += 1
+            if self._in_a_row > _MOST_IN_A_ROW:
+                self._give_up("weights or buffers have other memory at each call", logger.warning)
+                return False
+            try:
+                for graph in stale:
+                    lane = self._graphs.index(graph)
+                    with devices.as_current_device(graph.device):
+                        graph.capture(call, [task for task in inner if task.lane == lane])
+            except (RuntimeError, Error) as error:
+                self._give_up(str(error.__cause__ or error).splitlines()[0])
+                for worker in self._workers:
+                    worker.clear()
+                    worker.state.begin_step()
+                return False
+        if call.commit.is_stopping:
+            raise Stopped
+        for graph in self._graphs:
+            with devices.as_current_device(graph.device):
+                graph.replay(call)
+        for task in tasks[len(inner) :]:
+            if call.commit.is_stopping and call.commit.state == "open":
+                raise Stopped
+            task.work(call, task.index)
+        return True
+
+
+class _DeviceGraph:
+    """The graph of a device's part of a step, and the memory that it reads and writes."""
+
+    def __init__(self, rows: RowFunctions) -> None:
+        self._rows, self._plan, self._settings, self._state = rows, rows.plan, rows.settings, rows.state
+        self.device = rows.state.device
+        self._addresses: list[int] = []  # of weights and buffers, when the step was captured
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._results: Results
@@ -96,48 +149,19 @@ class CapturedStep:
         self._sums: list[dict[str, Tensor]] = []
         self._buffers: list[dict[str, Tensor]] = []
 
-    def _give_up(self, why_not: str, log: Any = logger.info) -> None:
-        """Capture no more steps, and free the graph's memory."""
-        self._why_not, self._graph = why_not, None
-        log("steps on %s are started operation by operation: %s", self._state.device, why_not)
+    def _present_addresses(self) -> list[int]:
+        own = (self._state.values[replica] for replica in self._state.where.replicas)
+        return [value.data_ptr() for values in own for value in values.values()]
 
-    def run(self, table: Any, call: EngineCall) -> bool:
-        """Run the tasks of a step (a `StepTasks`) by a replay; return False if they are to be run one by one."""
-        if self._why_not or not self._is_warm:
-            self._is_warm = True
-            return False
-        own = (v for r, v in enumerate(self._state.values) if self._settings.runs_replica(r))
-        addresses = [value.data_ptr() for values in own for value in values.values()]
-        rows, tasks, order = self._plan.tasks, table.all, table.order
-        inner = [number for number in order if rows[tasks[number].row].index == "micro_batch"]
-        if addresses == self._addresses:
-            self._in_a_row *= call.commit.done > 0  # a call's first step shows whether weights have moved
-        else:
-            self._addresses, self._in_a_row = addresses, self._in_a_row + 1
-            if self._in_a_row > _MOST_IN_A_ROW:
-                self._give_up("weights or buffers have other memory at each call", logger.warning)
-                return False
-            try:
-                self._capture(call, [tasks[number] for number in inner])
-            except (RuntimeError, Error) as error:
-                self._give_up(str(error.__cause__ or error).splitlines()[0])
-                self._rows.clear()
-                self._state.begin_step()
-                return False
-        self._replay(call)
-        for number in order[len(inner) :]:
-            if call.commit.is_stopping and call.commit.state == "open":
-                raise Stopped
-            tasks[number].work(call, tasks[number].index)
-        return True
+    def is_valid(self) -> bool:
+        """Return whether weights and buffers have the addresses at which the step was captured."""
+        return self._addresses == self._present_addresses()
 
-    # ---- capture -------------------------------------------------------------------------------------------
-
-    def _capture(self, call: EngineCall, tasks: Sequence[Any]) -> None:
+    def capture(self, call: EngineCall, tasks: Sequence[Any]) -> None:
         """Capture tasks in this order, which is legal for one thread."""
-        rows, state, device = self._rows, self._state, self._state.device
+        rows, state, device = self._rows, self._state, self.device
         settings, count = self._settings, self._plan.micro_batches
-        self._graph = None  # frees its memory
+        self._addresses, self._graph = self._present_addresses(), None  # frees its memory
         graph = devices.new_graph(device)
         self._generators = []
         for task in tasks:
@@ -173,13 +197,9 @@ class CapturedStep:
         self._sums = [dict(sums) for sums in state.sums]
         self._buffers = [dict(buffers) for buffers in state.new_buffers]
 
-    # ---- replay --------------------------------------------------------------------------------------------
-
-    def _replay(self, call: EngineCall) -> None:
+    def replay(self, call: EngineCall) -> None:
         """Start the graph on the inputs of the running step."""
         state, done, count = self._state, call.commit.done, self._plan.micro_batches
-        if call.commit.is_stopping:
-            raise Stopped
         turns = range(done * count, (done + 1) * count)
         for target, batch in zip(self._inputs, call.inputs, strict=True):
             rows = devices.in_pinned_memory(batch[turns.start : turns.stop], state.device)
@@ -190,7 +210,9 @@ class CapturedStep:
             generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
         self._graph.replay()
-        call.results.add_step(done if self._settings.training else 0, self._results, turns)
-        for sums, buffers, replica in zip(self._sums, self._buffers, range(len(self._sums)), strict=True):
-            state.sums[replica].update(sums)
-            state.new_buffers[replica].update(buffers)
+        call.results.add_step(
+            done if self._settings.training else 0, self._results, turns, state.where.replicas
+        )
+        for replica in state.where.replicas:
+            state.sums[replica].update(self._sums[replica])
+            state.new_buffers[replica].update(self._buffers[replica])

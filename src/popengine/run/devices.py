@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from typing import Any
@@ -254,6 +254,15 @@ def event_of(device: torch.device) -> Any:
 def wait_for(event: Any, device: torch.device) -> None:
     """Let the work that this thread starts on an accelerator from now on wait for an event of another one."""
     current_stream(device).wait_event(event)
+
+
+def join(devices: Iterable[torch.device]) -> None:
+    """Let the work that this thread starts on each accelerator from now on wait for the work of the others so far."""
+    events = {device: event_of(device) for device in devices if has_queue(device)}
+    for device in events:
+        for other, event in events.items():
+            if other != device:
+                wait_for(event, device)
 
 
 @functools.cache

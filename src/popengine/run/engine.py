@@ -9,30 +9,30 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import Error, UnrecoverableError
+from ..errors import Error
 from ..ir import Plan
 from ..places import check_order
 from ..profile import KeptBytes
 from ..settings import Hyper, Settings
 from . import devices
-from .backends.eager import build
+from .backends.eager import Code, build
 from .call import EngineCall, Results
 from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
-from .instances.connections import PeerFailed, Tag
+from .instances.connections import Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
 from .mailbox import Mailbox, ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
-from .row_functions import RowFunctions
-from .state import State
+from .row_functions import RowFunctions, Transfers
+from .state import State, all_devices
 from .train_state import TrainState, write
+from .updating import Updates
 
 logger = logging.getLogger("popengine")
 
@@ -44,23 +44,23 @@ _OVERFLOW = (
 
 
 class Engine:
-    """A loaded plan, and the threads that run its calls. Engines of an executor share their `train_state`."""
+    """A loaded plan, and the threads that run its calls, for each device of this process. Engines of an executor share
+    their `train_state`."""
 
     def __init__(
         self,
         plan: Plan,
         settings: Settings,
         train_state: TrainState,
-        device: torch.device | None = None,
-        mail: Mailbox | None = None,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
+        mail: Mailbox | None = None,
     ) -> None:
         self.plan, self.settings, self.train_state = plan, settings, train_state
         if plan.places:
             check_order(plan)
-        device = device or devices.device_of(settings.device)
-        counts, cores = settings.counts, devices.core_count(device.type)
-        per_operation = threads_per_operation(plan, settings, cores)
+        counts, on_devices = settings.counts, all_devices(plan, settings)
+        cores = [devices.core_count(where.device.type) for where in on_devices]
+        per_operation = [threads_per_operation(plan, settings, count) for count in cores]
         several = settings.training and counts.instances > 1
         self._group = group_of_size(counts.processes) if several or counts.parts > 1 else None
         self._hash_of_plan: Mapping[str, str] = {}
@@ -77,7 +77,7 @@ class Engine:
             compared = fingerprint_of_plan(plan, settings, weights, seed)
             if plan.places:  # the bits of a replica depend on it
                 name = "threads per operation, which torch.set_num_threads() decides"
-                compared = {**compared, "options": {**compared["options"], name: str(per_operation)}}
+                compared = {**compared, "options": {**compared["options"], name: str(per_operation[0])}}
             self._group.barrier(what, self._with_changes(compared))
             # Compared at each call: for other values that forward reads there are other plans.
             self._hash_of_plan = compared["plan"]
@@ -86,7 +86,8 @@ class Engine:
         peers = mail or self._group  # None: this process trains alone
         devices.keep_freed_memory()
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        self.state = State(plan, settings, train_state, device, find_constants)
+        states = [State(plan, settings, train_state, where, find_constants) for where in on_devices]
+        self.state = states[0]  # of the first device
         if self._group is not None:
             if not train_state.engines:
                 train_state.confirm(self.state.bound_parameters())
@@ -95,19 +96,23 @@ class Engine:
             train_state.confirm_changes()
         train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
-        if settings.is_eager:
-            codes = tuple(build(piece, device=device) for piece in plan.partition.pieces)
-        else:
-            from .backends import inductor  # slow to import
-
-            codes = inductor.load_pieces(plan.partition, device)
         self._sums = self._group if several else None
-        self._rows = RowFunctions(plan, settings, self.state, codes, self._sums, mail, per_operation)
-        queue = ReadyQueue(self._rows, cores // per_operation, per_operation)
-        self._queues = [queue]  # one for each device
-        # Of `Commit.begin`.
-        self._wait_and_abort: Any = queue.wait_until_idle, None if peers is None else peers.abort
-        self._close = weakref.finalize(self, queue.close)
+        updates, sent = Updates(plan, settings, states, self._sums, mail, max(per_operation)), Transfers()
+        self.workers = [
+            RowFunctions(plan, settings, state, self._load_pieces(state), updates, self._sums, mail, sent)
+            for state in states
+        ]
+        counts_of_cores = [count // threads for count, threads in zip(cores, per_operation, strict=True)]
+        self.queue = ReadyQueue(self.workers, counts_of_cores, per_operation)
+        self._wake_peers = None if peers is None else peers.abort
+        self._close = weakref.finalize(self, self.queue.close)
+
+    def _load_pieces(self, state: State) -> Sequence[Code]:
+        if self.settings.is_eager:
+            return [build(piece, device=state.device) for piece in self.plan.partition.pieces]
+        from .backends import inductor  # slow to import
+
+        return inductor.load_pieces(self.plan.partition, state.device)
 
     def close(self) -> None:
         """End the threads. Peers can read this process's state as long as anything refers to it, and until the next
@@ -131,25 +136,19 @@ class Engine:
             recorder.begin_call()
         train_state, commit = self.train_state, self.train_state.commit
         commit.settle()
-        self.state.bind()
+        for worker in self.workers:
+            worker.state.bind()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
             self._group.barrier(name, self._with_changes(self._fingerprint(hyper, inputs)))
             train_state.confirm_changes()
         steps = self.settings.counts.iterations if self.settings.training else 1
-        threads, (wait, abort) = torch.get_num_threads(), self._wait_and_abort
-        calls = list[EngineCall]()
-        for queue in self._queues:
-            state = queue.rows.state
-            results = Results(self.plan.partition.signature, self.settings, state.device, len(inputs))
-            batches, own = self._split_into_micro_batches(inputs, state.device), state.train_state.commit
-            calls.append(EngineCall(batches, results, hyper, threads, own))
-            if own is not commit:  # of one device of several
-                own.begin(name, steps, queue.wait_until_idle, None)
-        commit.begin(name, steps, wait, abort)
+        wait, threads = self.queue.wait_until_idle, torch.get_num_threads()
+        results = Results(self.plan.partition.signature, self.settings, self.state.device, len(inputs))
+        call = EngineCall(self._split_into_micro_batches(inputs), results, hyper, threads, commit)
+        commit.begin(name, steps, wait, self._wake_peers)
         try:
-            for number, queue in enumerate(self._queues):
-                queue.start(calls[number], None if recorder is None else recorder.engine(number, queue.cores))
+            self.queue.start(call, recorder)
             wait()
         finally:
             commit.settle()  # returns at once, except after Ctrl-C
@@ -158,28 +157,22 @@ class Engine:
                 train_state.confirm_changes()
             if recorder is not None:
                 recorder.end_call(commit.done, failed=commit.done < steps)
-        # Before a peer's words, and before those of a copy from a device that has failed, comes the cause.
-        failures = [call.failure for call in calls if call.failure is not None]
-        failures.sort(key=lambda e: (not isinstance(e, UnrecoverableError), isinstance(e, PeerFailed)))
-        if failures:
-            raise failures[0]
-        for call in calls:
-            if call is not calls[0]:
-                calls[0].results.add_times(call.results)
-            if call.overflows and not self._has_warned:
-                self._has_warned = True
-                logger.warning(_OVERFLOW, *min(call.overflows))
-        return calls[0].results
+        if call.failure is not None:
+            raise call.failure
+        if call.overflows and not self._has_warned:
+            self._has_warned = True
+            logger.warning(_OVERFLOW, *min(call.overflows))
+        return results
 
-    def _split_into_micro_batches(self, inputs: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return each batch as [turns, groups, micro-batch, ...], aligned for the CPU."""
         counts = self.settings.counts
         found = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
-            is_here = device.type == "cpu" and batch.is_cpu
-            found.append(with_aligned_micro_batches(batch) if is_here else batch)
+            is_read_here = batch.is_cpu and any(worker.state.device.type == "cpu" for worker in self.workers)
+            found.append(with_aligned_micro_batches(batch) if is_read_here else batch)
         return found
 
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
@@ -221,14 +214,8 @@ class Engine:
             return
         present = train_state.find_weights()
         keys = [each.key for each in found if each.key not in train_state.elsewhere]
-        replicas = [present]
         with torch.no_grad():
-            if train_state.replicas > 1:
-                replicas += train_state.own_buffers(present, keys)[1 : train_state.replicas]
-            doubles = (
-                [own[key].to(devices.CPU, torch.float64).reshape(-1) for key in keys] for own in replicas
-            )
-            flats = [torch.cat(each) if each else torch.empty(0) for each in doubles]
+            flats = train_state.buffers.flat_doubles(present, keys)
         if self._sums is None:
             tree_sum(leaf_nodes([flat] for flat in flats))
         else:
@@ -236,17 +223,16 @@ class Engine:
             reduction = AllReduce(self._sums, Tag.BUFFERS, counts.processes_of_part())
             fingerprint = {f"buffers@part {part}": {key: str(tuple(present[key].shape)) for key in keys}}
             self._sums.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
-        replicas_of_all = counts.global_replicas // counts.replicas * train_state.replicas
+        replicas_of_all = counts.instances * train_state.buffers.replicas
         means = (flats[0] / replicas_of_all).split([present[key].numel() for key in keys])
         for key, mean in zip(keys, means, strict=True):
             write(present[key], mean.view(present[key].shape))
-            for own in train_state.buffers:
-                own[key] = present[key].detach().clone()
+        train_state.buffers.set_all({key: present[key] for key in keys})
 
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
-        states = [queue.rows.state for queue in self._queues if queue.rows.settings.runs_replica(replica)]
-        state = next(s for s in states if self.plan.places.get(ipu, s.settings.place) == s.settings.place)
+        states = [worker.state for worker in self.workers if replica in worker.state.where.replicas]
+        state = next(s for s in states if ipu in self.plan.state_at(s.where.place))
         held, settings = {*state.plan.slots_held_by(ipu)}, state.settings
         slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
         weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")

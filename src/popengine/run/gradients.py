@@ -9,7 +9,7 @@ and numbers from `len(slots)` on.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..settings import Settings
+from .devices import CPU
 from .state import Unit
 
 # Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
@@ -27,10 +28,11 @@ _SHARE = 1e-7
 
 @dataclass(eq=False)
 class StepGradients:
-    """The gradients of a step that one place updates, summed over replicas, and what functions of the list return."""
+    """The gradients of a step that this process updates, each on its device and summed over replicas; and what
+    functions of the list return."""
 
     gradients: Mapping[Unit, Tensor]  # a complex one as real numbers, with a last dimension of 2
-    norm_types: Mapping[Unit, torch.dtype]  # of all places' gradients, in the parameters' order
+    norm_types: Mapping[Unit, torch.dtype]  # of all processes' gradients, in the parameters' order
     loss_scale: float
     threads: int  # per operation, in sums over elements: their number changes the bits
     # If each process has some of the gradients: a sum over processes, in place; and whether a gradient counts in it
@@ -46,6 +48,11 @@ class StepGradients:
     def values(self) -> list[Tensor]:
         """The gradients, without their units."""
         return [*self.gradients.values()]
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which figures of all gradients are computed."""
+        return next((value.device for value in self.gradients.values()), CPU)
 
     @property
     def counted(self) -> dict[Unit, Tensor]:
@@ -75,10 +82,18 @@ def average(count: float, step: StepGradients) -> None:
     divide_(step.values, step.loss_scale * count)
 
 
-def divide_(sums: Sequence[Tensor], divisor: float) -> None:
+def divide_(sums: Iterable[Tensor], divisor: float) -> None:
     """Divide the sums in place; a divisor of 1 leaves them unchanged."""
-    if divisor != 1 and sums:
-        torch._foreach_div_(list(sums), divisor)
+    for values in by_device(sums) if divisor != 1 else ():
+        torch._foreach_div_(values, divisor)
+
+
+def by_device(values: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return lists of the values, one for each device, as torch's functions of lists take them."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        groups.setdefault(value.device, []).append(value)
+    return groups.values()
 
 
 def choose_loss_scale(step: StepGradients) -> None:
@@ -86,7 +101,7 @@ def choose_loss_scale(step: StepGradients) -> None:
     values, found = [*step.counted.values()], []
     for value in values:
         is_large = value.abs() > _LARGE / step.loss_scale
-        found.append(torch.stack([is_large.sum(), value.isfinite().sum()]))
+        found.append(torch.stack([is_large.sum(), value.isfinite().sum()]).to(step.device))
     # The host waits once for an accelerator.
     large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
     total = sum(value.numel() for value in values)
@@ -99,35 +114,36 @@ def choose_loss_scale(step: StepGradients) -> None:
 def find_overflow(step: StepGradients) -> None:
     """Set whether the loss scale made gradients overflow, for a warning. (Not on an accelerator: the host would
     wait.)"""
-    values = step.values if step.loss_scale != 1 else []
-    if all(value.is_cpu for value in values):
-        bounds = (bound for value in values if value.numel() for bound in value.aminmax())
-        step.has_overflowed = not all(map(math.isfinite, bounds))
+    values = (
+        [value for value in step.values if value.is_cpu and value.numel()] if step.loss_scale != 1 else []
+    )
+    step.has_overflowed = not all(math.isfinite(bound) for value in values for bound in value.aminmax())
 
 
 def clip_by_norm(bound: float, step: StepGradients) -> None:
     """Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does."""
-    by_type: dict[torch.dtype, dict[Unit, Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], dict[Unit, Tensor]] = {}
     for unit, value in step.counted.items():
-        by_type.setdefault(step.norm_types[unit], {})[unit] = value
+        groups.setdefault((step.norm_types[unit], value.device), {})[unit] = value
     norms: dict[Unit, Tensor] = {}
     with IntraOpThreads(step.threads):
-        for dtype, own in by_type.items():
-            norms.update(zip(own, torch._foreach_norm([*own.values()], 2, dtype=dtype), strict=True))
+        for (dtype, _), own in groups.items():
+            found = torch._foreach_norm([*own.values()], 2, dtype=dtype)
+            norms.update((unit, norm.to(step.device)) for unit, norm in zip(own, found, strict=True))
         # Gradients that a peer counts are 0 here. (A norm of norms of parts would have other bits.)
-        device = next((value.device for value in step.values), None)
-        zeros = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in {*step.norm_types.values()}}
+        kinds = {*step.norm_types.values()}
+        zeros = {dtype: torch.zeros((), dtype=dtype, device=step.device) for dtype in kinds}
         found = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.norm_types.items()])
         total = torch.linalg.vector_norm(step.sum_over_processes(found))
     # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
     factor = torch.clamp(bound / (total + 1e-6), max=1.0)
-    if values := step.values:
-        torch._foreach_mul_(values, factor)
+    for values in by_device(step.values):
+        torch._foreach_mul_(values, factor.to(values[0].device))
 
 
 def clip_by_value(bound: float, step: StepGradients) -> None:
     """Clip each element of the gradients."""
-    if values := step.values:
+    for values in by_device(step.values):
         torch._foreach_clamp_min_(values, -bound)
         torch._foreach_clamp_max_(values, bound)
 

@@ -1,11 +1,11 @@
-"""The mailbox of a place: messages to and from the engines of the other places of a replica, and their meetings."""
+"""The mailbox of a process: messages to and from the other processes of a replica, and their meetings."""
 
 import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +26,10 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock, self._failure = threading.Lock(), None
-        self._messages: dict[MessageKey, list[Any]] = {}
+        self._messages: dict[MessageKey, list[Tensor]] = {}
         self._waiting: dict[MessageKey, Callable[[], None]] = {}
 
-    def add(self, key: MessageKey, values: list[Any]) -> None:
+    def add(self, key: MessageKey, values: list[Tensor]) -> None:
         with self._lock:
             self._messages[key] = values
             wake = self._waiting.pop(key, None)
@@ -51,7 +51,7 @@ class Arrivals:
             self._waiting[key] = wake
             return False
 
-    def take(self, key: MessageKey) -> list[Any]:
+    def take(self, key: MessageKey) -> list[Tensor]:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -59,7 +59,7 @@ class Arrivals:
 
 
 class Mailbox(Protocol):
-    """The messages that arrive at a place, and the meetings of all places. That of a device also has `all_reduce`."""
+    """The messages that arrive at a process of several of a replica, and the meetings of these."""
 
     arrivals: Arrivals
 
@@ -88,10 +88,6 @@ class Mailbox(Protocol):
     def commit_together(self, commit: Callable[[], None]) -> None:
         """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
 
-    def run_once(self, part: Any, function: Callable[[Sequence[Any]], None]) -> None:
-        """Call `function` once with the parts of all places of this process, each of which must call this."""
-        function([part])
-
     def abort(self, why: str) -> None:
         """End the waits of all places, which raise an error."""
 
@@ -110,7 +106,7 @@ class ProcessMailbox(Mailbox):
         for row, task in enumerate(plan.tasks):
             if task.kind == "receive":
                 names = max(names, len(task.instructions[0].names))
-                if not plan.is_elsewhere(row, settings.place):
+                if not plan.is_elsewhere(row, Place(settings.counts.part)):
                     peer = self._ranks[plan.places[task.instructions[0].peer].process]
                     once = 1 if task.once else settings.counts.replicas
                     self._expected[peer] += once * (plan.micro_batches if task.index == "micro_batch" else 1)

@@ -14,7 +14,7 @@ class PreparedValues:
     """The prepared values of one replica: computed from weights once per step, such as casts. Thread-safe."""
 
     def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
-        makers, pieces, place = plan.partition.prepared, plan.partition.pieces, state.settings.place
+        makers, pieces, place = plan.partition.prepared, plan.partition.pieces, state.where.place
         self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]  # by piece
         here = (t.piece for i, t in enumerate(plan.tasks) if t.runs_piece and not plan.is_elsewhere(i, place))
         self._uses = Counter(name for piece in here for name in self._names[piece])  # per micro-batch

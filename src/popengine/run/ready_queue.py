@@ -1,13 +1,14 @@
 """The ready queue: threads that run each task of a step as soon as the tasks that it waits for are done.
 
 A task is a row of the table with an index (a micro-batch) and a replica. Tasks are numbered in the order of
-the step, and a thread takes the first that is ready. Rows that communicate with other processes run in a thread of
-their own, in the same order in every process.
+the step, and a thread takes the first that is ready. Each device has threads and a queue of its own, and so have the
+rows that communicate with other processes, in the same order in every process.
 """
 
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -25,7 +26,7 @@ from ..table import actions
 from . import devices
 from .call import EngineCall
 from .captured_step import CapturedStep
-from .recorder import EngineRecorder
+from .recorder import Recorder
 from .row_functions import RowFunctions
 from .updating import Work
 
@@ -52,7 +53,7 @@ WORTH_SHARING = 1e-4  # mean seconds of a task; with shorter tasks several cores
 _PATIENCE = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
 _WAIT = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
 JUDGED = 16  # number of tasks that are measured, after the same number for warm-up
-_SENDER = -1  # in place of a core's index: the thread of tasks that communicate with other processes
+SENDER = -1  # in place of a core's number: the thread of tasks that communicate with other processes
 
 
 class BoundTask(NamedTuple):
@@ -62,15 +63,15 @@ class BoundTask(NamedTuple):
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides the method of tuples
     replica: int
     work: Work
-    communicates: bool
+    lane: int  # index of its device; -1: it communicates with other processes
 
 
 class StepTasks:
     """All tasks of a step in the order of the step, for `cores` cores, and their dependencies, by task number."""
 
-    def __init__(self, rows: RowFunctions, cores: int) -> None:
-        plan = self._plan = rows.plan
-        self._settings, self._replicas = rows.settings, rows.settings.counts.replicas
+    def __init__(self, workers: Sequence[RowFunctions], cores: int) -> None:
+        plan = self._plan = workers[0].plan
+        self._replicas = workers[0].settings.counts.replicas
         self._sizes = [plan.micro_batches if task.index == "micro_batch" else 1 for task in plan.tasks]
         found, self._rows_of = actions(plan.tasks)
         self._order = order_named(plan.order)
@@ -82,22 +83,23 @@ class StepTasks:
             after[row].append(edge)
         self.all = sorted(
             (
-                BoundTask(row, index, replica, work, rows.communicates(row))
+                BoundTask(row, index, replica, work, -1 if worker.communicates(row) else lane)
                 for row, task in enumerate(plan.tasks)
                 for replica in range(1 if task.once else self._replicas)
-                if (work := rows.bind(row, replica)) is not None
+                for lane, worker in enumerate(workers if task.ipu >= 0 else workers[:1])
+                if (work := worker.bind(row, replica)) is not None
                 for index in range(self._sizes[row])
             ),
             key=self._sort_key,
         )
-        self.receives = {n for n, task in enumerate(self.all) if plan.tasks[task.row].kind == "receive"}
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before: list[set[int]] = []
         for task in self.all:
-            here = (edge for edge in after[task.row] if not plan.is_elsewhere(edge.row, rows.settings.place))
-            awaited = (key for edge in here for key in self._awaited_tasks(edge, task))
-            before.append({number_of[key] for key in awaited})
-        for earlier, later in pairwise(self._exchanges(rows)):
+            awaited = (key for edge in after[task.row] for key in self._awaited_tasks(edge, task))
+            before.append({number_of[key] for key in awaited if key in number_of})
+        receives = (n for n, task in enumerate(self.all) if plan.tasks[task.row].kind == "receive")
+        self.receives = {*receives} if workers[0].mail is not None else set()  # of other processes' messages
+        for earlier, later in pairwise(self._exchanges(workers[0])):
             before[number_of[later]].add(number_of[earlier])
         # In which one thread runs the tasks. Raises Error for an order that never ends.
         self.order = simulate(before, [1.0] * len(before), devices=1).order
@@ -139,8 +141,7 @@ class StepTasks:
         row = self._plan.tasks[edge.row]
         group = self._replicas if self._plan.tasks[task.row].once else min(edge.group, self._replicas)
         start = task.replica // group * group
-        own = filter(self._settings.runs_replica, range(start, start + group))
-        replicas = [0] if row.once else [*own]
+        replicas = [0] if row.once else range(start, start + group)
         if edge.behind is not None:
             indices = [task.index - edge.behind if row.index == "micro_batch" else 0]
         else:
@@ -150,45 +151,77 @@ class StepTasks:
         return [(edge.row, index, replica) for index in indices if index >= 0 for replica in replicas]
 
 
-class ReadyQueue:
-    """The threads that run calls, each operation with so many threads, and the queues from which they take tasks."""
+class _Lane:
+    """The numbers of ready tasks (a heap) of one device, or of those that communicate; the threads that take them."""
 
-    def __init__(self, rows: RowFunctions, cores: int, threads_per_operation: int) -> None:
-        self.rows, self.cores, self._threads_per_operation = rows, cores, threads_per_operation
+    def __init__(self, lock: threading.Lock, cores: int) -> None:
+        self.ready, self.changed = list[int](), threading.Condition(lock)
+        self.idle = 0  # number of cores
+        self.is_shared = False  # whether cores other than the first take tasks
+        self.measured_count, self.spent = 2 * JUDGED if cores == 1 else 0, 0.0
+
+    def measure_task(self, seconds: float) -> None:
+        """Let other cores run tasks once the mean of `JUDGED` tasks, after a warm-up, is above `WORTH_SHARING`."""
+        self.measured_count += 1
+        if self.measured_count > JUDGED:
+            self.spent += seconds
+        self.is_shared = self.spent > JUDGED * WORTH_SHARING
+
+
+class Core(NamedTuple):
+    """A thread that runs tasks of a device."""
+
+    number: int  # among all cores; `SENDER`
+    lane: int  # index of the device; -1 for `SENDER`
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  among the cores of the device
+
+
+class ReadyQueue:
+    """The threads that run calls, and the queues from which they take tasks.
+
+    Args:
+        workers: the rows of each device
+        cores:   the number of cores of each device
+        threads: the number of threads of each operation, on each device
+    """
+
+    def __init__(self, workers: Sequence[RowFunctions], cores: Sequence[int], threads: Sequence[int]) -> None:
+        self.workers, self._cores_of_first, self._threads = workers, cores[0], threads
+        self._train_state = workers[0].state.train_state
         self._table: StepTasks | None = None  # made for the first step
-        self._captured = CapturedStep(rows) if devices.has_queue(rows.state.device) else None
+        has_queue = any(devices.has_queue(worker.state.device) for worker in workers)
+        self._captured = CapturedStep(workers) if has_queue else None
         self._tasks: StepTasks  # of the running step
         self._call: EngineCall | None = None
-        self._recorder: EngineRecorder | None = None
+        self._recorder: Recorder | None = None
         lock = threading.Lock()
-        # Heaps of the numbers of ready tasks; `_to_send` for tasks that communicate with other processes.
-        self._ready: list[int] = []
-        self._to_send: list[int] = []
-        self._changed, self._to_send_changed = threading.Condition(lock), threading.Condition(lock)
+        self._lanes = [_Lane(lock, count) for count in (*cores, 1)]  # the last: tasks that communicate
         self._missing: list[int] = []  # by task, the number of tasks that it still waits for
-        self._left = self._running = self._idle = 0  # numbers of unfinished tasks, running tasks, idle cores
+        self._left = self._running = 0  # numbers of unfinished tasks, running tasks
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._is_shared = False  # whether cores other than core 0 take tasks
-        self._measured_count, self._spent = 2 * JUDGED if cores == 1 else 0, 0.0
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
+        rows = workers[0]
+        places = [(lane, index) for lane, count in enumerate(cores) for index in range(count)]
+        self.cores = [Core(number, *place) for number, place in enumerate(places)]
         communicates = rows.mail or (rows.settings.training and rows.settings.counts.instances > 1)
-        sender = [_SENDER] if communicates else []
+        sender = [Core(SENDER, -1, 0)] if communicates else []
         self._all = [threading.Thread(target=self._serve_engine_calls, name="core 0", daemon=True)]
-        for core in [*range(1, cores), *sender]:
+        for core in [*self.cores[1:], *sender]:
             work = partial(self._run_tasks_until_closed, core)
-            self._all.append(threading.Thread(target=work, name=f"core {core}", daemon=True))
+            self._all.append(threading.Thread(target=work, name=f"core {core.number}", daemon=True))
         for thread in self._all:
             thread.start()
 
     # ---- calls -----------------------------------------------------------------------------------------------
 
-    def start(self, call: EngineCall, recorder: EngineRecorder | None) -> None:
+    def start(self, call: EngineCall, recorder: Recorder | None) -> None:
         """Start a call without waiting for its end. The previous call must have ended."""
         self._recorder = recorder
-        if devices.has_queue(device := self.rows.state.device):
-            call.begins_after = devices.event_of(device)
-        if self._threads_per_operation > 1:
+        for device in {worker.state.device for worker in self.workers}:
+            if devices.has_queue(device):
+                call.begins_after.append((devices.event_of(device), device))
+        if self._threads[0] > 1:
             end_openmp_threads()
         self._inbox.put(call)
 
@@ -203,10 +236,10 @@ class ReadyQueue:
     def close(self) -> None:
         """End the threads, and wait for each at most `_PATIENCE` seconds: while Python finalizes it could abort."""
         self._inbox.put(None)
-        with self._changed:
+        with self._lanes[0].changed:
             self._is_closed = True
-            self._changed.notify_all()
-            self._to_send_changed.notify()
+            for lane in self._lanes:
+                lane.changed.notify_all()
         for thread in self._all:
             if thread is not threading.current_thread():
                 thread.join(_PATIENCE)
@@ -219,48 +252,66 @@ class ReadyQueue:
                 continue
             error: BaseException | None = None
             try:
-                torch.set_num_threads(self._threads_per_operation)
-                with torch.inference_mode(), devices.as_current_device(self.rows.state.device):
+                torch.set_num_threads(self._threads[0])
+                with torch.inference_mode(), devices.as_current_device(self.workers[0].state.device):
                     try:
-                        if call.begins_after is not None:
-                            devices.wait_for(call.begins_after, self.rows.state.device)
+                        for event, device in call.begins_after:
+                            devices.wait_for(event, device)
                         self._run_steps(call)
                     finally:
-                        self.rows.clear()
-                        self.rows.state.end_call()
-                if self._threads_per_operation > 1:
+                        for worker in self.workers:
+                            worker.clear()
+                        self._wait_for_devices()
+                if self._threads[0] > 1:
                     end_openmp_threads()
             except BaseException as failure:  # whatever it is, the caller raises it
                 error = failure
-                if call.begins_after is not None and isinstance(failure, UnrecoverableError):
+                if call.begins_after and isinstance(failure, UnrecoverableError):
                     devices.keep_for_ever(call)
             torch.set_num_threads(call.threads)
             call.failure = call.commit.end(error)
             del call, error
 
+    def _wait_for_devices(self) -> None:
+        """Wait until all devices have run a call. Raises UnrecoverableError if one failed: the weights are lost."""
+        failure: UnrecoverableError | None = None
+        for worker in self.workers:
+            try:
+                devices.synchronize(worker.state.device)
+            except UnrecoverableError as error:
+                failure = failure or error
+        if failure is not None:
+            self._train_state.commit.lose(failure)
+            raise failure
+
     def _run_steps(self, call: EngineCall) -> None:
         """Run the steps of a call. Raises the first error of a task; after an interrupt Stopped."""
         while call.commit.done < call.commit.steps:
-            self.rows.begin_step(call)
+            for worker in self.workers:
+                worker.begin_step(call)
+            self._train_state.held = None
             self._run_step(call)
-            self.rows.end_step()
+            for worker in self.workers:
+                worker.end_step(call)
+            self.workers[0].updates.end_step()
             call.commit.finish_step()
-        self.rows.share_results(call)
+        self.workers[0].share_results(call)
 
     def _run_step(self, call: EngineCall) -> None:
         """Run the tasks of a step; raise the first error."""
-        tasks = self._table = self._table or StepTasks(self.rows, self.cores)
+        tasks = self._table = self._table or StepTasks(self.workers, self._cores_of_first)
         recorder = self._recorder
         if self._captured is not None and recorder is None and self._captured.run(tasks, call):
             return
         if recorder is not None:
-            recorder.begin_step(self.rows, len(tasks.all))
-        with self._changed:
+            recorder.begin_step(self.workers, len(tasks.all))
+        lane = self._lanes[0]
+        with lane.changed:
             self._call, self._tasks, self._missing = call, tasks, tasks.waits_for.copy()
             self._left, self._failure = len(tasks.all), None
             for task in tasks.first:
-                self._add_ready(task)
-        self._run_tasks(core=0)
+                self._add_ready(task, lane)
+        self._run_tasks(self.cores[0])
         self._call = None
         if recorder is not None:
             recorder.end_step(is_finished=self._failure is None)
@@ -269,102 +320,91 @@ class ReadyQueue:
 
     # ---- threads ---------------------------------------------------------------------------------------------
 
-    def _run_tasks_until_closed(self, core: int) -> None:
+    def _run_tasks_until_closed(self, core: Core) -> None:
         """Run tasks of all calls until the queue is closed: the function of each thread except core 0's."""
-        torch.set_num_threads(1 if core == _SENDER else self._threads_per_operation)
-        with torch.inference_mode(), devices.as_current_device(self.rows.state.device):
+        torch.set_num_threads(1 if core.number == SENDER else self._threads[core.lane])
+        device = self.workers[max(core.lane, 0)].state.device
+        with torch.inference_mode(), devices.as_current_device(device):
             self._run_tasks(core)
 
-    def _run_tasks(self, core: int) -> None:
+    def _run_tasks(self, core: Core) -> None:
         """Run ready tasks: core 0 until the end of the step, other cores until `close`. Errors go to `_fail_step`."""
         done: int | None = None
-        while (number := self._next_task(core, done)) is not None:
+        lane = self._lanes[core.lane]
+        while (number := self._next_task(lane, core, done)) is not None:
             try:
                 task, call, started = self._tasks.all[number], self._call, perf_counter()
                 assert call is not None
                 if self._recorder is None:
                     task.work(call, task.index)
                 else:
-                    work = partial(task.work, call)
-                    self._recorder.run_task(task.row, task.index, task.replica, work, core)
+                    work, worker = partial(task.work, call), self.workers[max(core.lane, 0)]
+                    self._recorder.run_task(worker, task, work, core.number)
                 del call
-                if core >= 0 and self._measured_count < 2 * JUDGED:
-                    self._measure_task(perf_counter() - started)
+                if lane.measured_count < 2 * JUDGED:
+                    lane.measure_task(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
                 done = None
                 self._fail_step(error)
 
-    def _next_task(self, core: int, done: int | None) -> int | None:
+    def _next_task(self, lane: _Lane, core: Core, done: int | None) -> int | None:
         """Mark the task `done` as finished, and return the number of a ready task; None at the end. Under one lock, so
         that this core, which has the results of `done` in its cache, takes a task that `done` made ready."""
-        with self._changed:
+        with lane.changed:
             if done is not None:
-                self._mark_finished(done)
-            ready, changed = self._ready, self._changed
-            if core == _SENDER:
-                ready, changed = self._to_send, self._to_send_changed
-                if self._ready:
-                    self._changed.notify_all()
-            while not ready or not (core <= 0 or self._is_shared):
+                self._mark_finished(done, lane)
+            while not lane.ready or not (core.index == 0 or lane.is_shared):
                 has_ended = not self._running and (not self._left or self._failure is not None)
-                if has_ended if core == 0 else self._is_closed:
+                if has_ended if core.number == 0 else self._is_closed:
                     return None
-                self._idle += core >= 0
-                changed.wait()
-                self._idle -= core >= 0
+                lane.idle += 1
+                lane.changed.wait()
+                lane.idle -= 1
             self._running += 1
-            number = heappop(ready)
-            if self._ready and self._idle and self._is_shared:
-                self._changed.notify()
+            number = heappop(lane.ready)
+            if lane.ready and lane.idle and lane.is_shared:
+                lane.changed.notify()
             return number
 
-    def _mark_finished(self, number: int) -> None:
-        """Decrement the counter of each task that waits for task `number`; queue those that become ready."""
+    def _mark_finished(self, number: int, lane: _Lane) -> None:
+        """Decrement the counter of each task that waits for task `number` of a lane; queue those that become ready."""
         self._running -= 1
         self._left -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
             self._missing[follower] -= 1
             if not self._missing[follower]:
-                self._add_ready(follower)
+                self._add_ready(follower, lane)
         if not self._left or self._failure is not None:
-            self._changed.notify_all()
+            self._lanes[0].changed.notify_all()
 
-    def _add_ready(self, number: int) -> None:
-        """Add a ready task to the heap of its threads; wake the thread that communicates, but no core. A receive is
-        ready when its message is here, so that no core waits for a message."""
-        if number in self._tasks.receives:
-            task, mail = self._tasks.all[number], self.rows.mail
+    def _add_ready(self, number: int, caller: _Lane | None = None) -> None:
+        """Add a ready task to the heap of its lane, and wake the lane's threads, but not those of the calling thread's
+        lane. A receive is ready when its message is here, so that no core waits for a message."""
+        task = self._tasks.all[number]
+        if number in self._tasks.receives and caller is not None:
+            mail = self.workers[0].mail
             assert mail is not None
-            key = self.rows.message_key(task.row, task.index, task.replica)
+            key = self.workers[0].message_key(task.row, task.index, task.replica)
             if not mail.is_here(key, partial(self._add_arrived, number, self._missing)):
                 return
-        if self._tasks.all[number].communicates:
-            heappush(self._to_send, number)
-            self._to_send_changed.notify()
-        else:
-            heappush(self._ready, number)
+        lane = self._lanes[task.lane]
+        heappush(lane.ready, number)
+        if lane is not caller:
+            lane.changed.notify_all()
 
     def _add_arrived(self, number: int, missing: list[int]) -> None:
         """Add a receive whose message has arrived to the ready tasks, unless its step (`missing`) has ended."""
-        with self._changed:
+        with self._lanes[0].changed:
             if self._failure is None and missing is self._missing:
-                heappush(self._ready, number)
-                self._changed.notify_all()
-
-    def _measure_task(self, seconds: float) -> None:
-        """Let other cores run tasks once the mean of `JUDGED` tasks, after a warm-up, is above `WORTH_SHARING`."""
-        self._measured_count += 1
-        if self._measured_count > JUDGED:
-            self._spent += seconds
-        self._is_shared = self._spent > JUDGED * WORTH_SHARING
+                self._add_ready(number)
 
     def _fail_step(self, error: BaseException) -> None:
         """Store a task's error, if the step has none; drop the ready tasks; wake the cores and the peers."""
-        self.rows.wake_peers(error)  # other processes may wait for this one
-        with self._changed:
+        self.workers[0].wake_peers(error)  # other processes may wait for this one
+        with self._lanes[0].changed:
             self._running -= 1
             self._failure = self._failure or error
-            self._ready.clear()
-            self._to_send.clear()
-            self._changed.notify_all()
+            for lane in self._lanes:
+                lane.ready.clear()
+            self._lanes[0].changed.notify_all()

@@ -1,18 +1,21 @@
 """Records a profile while tasks run: the core, start, end and CPU time of each task.
 
 In the first two steps the pieces of replica 0 also read both clocks after every operation; the second step replaces the
-first, which includes warm-up. Of a long training only the first and last steps are stored. If several devices run a
-plan, the engine of each has an `EngineRecorder`, and a step's runs are those of all.
+first, which includes warm-up. Of a long run only the first and last steps are stored.
 """
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from time import perf_counter_ns, thread_time_ns, time_ns
 from typing import Any
 
+import torch
+
+from ..ir import Plan
 from ..profile import Call, HostEvent, TaskRun
 from .backends.eager import Code, build
 from .devices import CPU, synchronize, timing_event
@@ -72,8 +75,15 @@ class Recorder:
         self.host: deque[HostEvent] = deque(maxlen=4 * _CALLS)
         self.calls = self.failed_calls = self.steps = self.ns_in_calls = 0
         self.call, self._started = -1, 0  # the running call
-        self.engines: list[EngineRecorder] = []
-        self._lock = threading.Lock()
+        self.step_tasks = 0  # number of task runs of a whole step
+        self.detail: StepDetail | None = None  # of the latest step that was recorded in detail
+        self._plan: Plan | None = None
+        self._step = self._finished = 0
+        # Of the running step:
+        self._runs: list[TaskRun] = []
+        self._detail: StepDetail | None = None
+        self._without_clocks: list[tuple[list[Code], list[Code]]] = []  # pieces' functions: list, its content
+        self._thread = threading.local()  # `ticks`: the clock readings of the piece that the thread runs
 
     # ---- the host's side ---------------------------------------------------------------------------------
 
@@ -95,119 +105,63 @@ class Recorder:
         """Store work or a wait of the host, from `start` (perf_counter_ns) until now."""
         self.host.append(HostEvent(kind, start - self.origin, perf_counter_ns() - self.origin))
 
-    # ---- the engines' side -------------------------------------------------------------------------------
+    # ---- the engine's side ---------------------------------------------------------------------------------
 
-    def engine(self, number: int, cores: int) -> "EngineRecorder":
-        """Return the recorder of engine `number`, which has so many cores; engines 0, 1, ... are added in order."""
-        if number == len(self.engines):
-            self.engines.append(EngineRecorder(self, number, cores))
-        return self.engines[number]
-
-    def add_runs(self, runs: list[TaskRun], is_finished: bool) -> None:
-        """Add an engine's runs of a step to `kept` (`broken` if it failed). All engines add a step before the next."""
-        with self._lock:
-            if not is_finished:
-                self.broken = self.broken + runs if _are_of_one_step(self.broken, runs) else runs
-            elif self.kept and _are_of_one_step(self.kept[-1], runs):
-                self.kept[-1] += runs
-            else:
-                _append_bounded(self.kept, runs, max(1, self.budget // (2 * max(1, self.step_tasks))))
-
-    @property
-    def step_tasks(self) -> int:
-        """Return the number of task runs of a whole step."""
-        return sum(engine.step_tasks for engine in self.engines)
-
-    @property
-    def detail(self) -> StepDetail | None:
-        """Return the detailed record of the latest step that has one."""
-        found = [engine.detail for engine in self.engines if engine.detail is not None]
-        whole = max(found, key=lambda detail: (detail.call, detail.step), default=None)
-        if whole is None or len(found) == 1:
-            return whole
-        whole = StepDetail(whole.call, whole.step, {})
-        for detail in (each for each in found if (each.call, each.step) == (whole.call, whole.step)):
-            whole.fastest |= detail.fastest  # each piece runs on one device
-            whole.lines |= detail.lines
-            whole.runs += detail.runs
-        return whole
-
-
-def _are_of_one_step(some: list[TaskRun], others: list[TaskRun]) -> bool:
-    return bool(some and others) and some[0][:2] == others[0][:2]
-
-
-class EngineRecorder:
-    """Records the tasks of an engine, whose cores are numbered behind those of earlier engines."""
-
-    def __init__(self, whole: Recorder, number: int, cores: int) -> None:
-        self.cores, self.first_core = cores, sum(engine.cores for engine in whole.engines)
-        self.step_tasks = 0  # number of task runs of a whole step
-        self.detail: StepDetail | None = None  # of the latest step that was recorded in detail
-        self._whole, self._number = whole, number
-        self._step = self._finished = 0
-        self._runs: list[TaskRun] = []  # of the running step
-        self._detail: StepDetail | None = None  # of the running step
-        self._rows: RowFunctions | None = None
-        self._codes_without_clocks: list[Code] = []  # the functions of replica 0's pieces
-        self._thread = threading.local()  # `ticks`: the clock readings of the piece that the thread runs
-
-    def core_number(self, core: int) -> int:
-        """Return the number of a core, or of the thread that communicates (-1), among those of all engines."""
-        return core + self.first_core if core >= 0 else core - self._number
-
-    def begin_step(self, rows: RowFunctions, tasks: int) -> None:
+    def begin_step(self, workers: Sequence[RowFunctions], tasks: int) -> None:
         """Prepare to record a step of so many tasks. In the first two steps replica 0's eager pieces read clocks."""
-        _, self._step = rows.state.train_state.random_state  # over all calls
-        if self._rows is None or self._rows.plan is not rows.plan:
-            self.detail = None
-        self._rows, self._detail, self._runs, self.step_tasks = rows, None, [], tasks
-        self._codes_without_clocks = list(rows.codes[0])
+        _, self._step = workers[0].state.train_state.random_state  # over all calls
+        if self._plan is not workers[0].plan:
+            self._plan, self.detail = workers[0].plan, None
+        self._detail, self._runs, self.step_tasks = None, [], tasks
         if self._finished < DETAILED_STEPS:
             fastest = {} if self.detail is None else self.detail.fastest
-            self._detail = StepDetail(self._whole.call, self._step, fastest)
-            if rows.settings.is_eager:  # compiled pieces have no single operations
-                clocks = {"after": "; tick()", "tick": self._read_clocks}
-                device, pieces = rows.state.device, rows.plan.partition.pieces
-                rows.codes[0][:] = [build(piece, device=device, **clocks) for piece in pieces]
+            self._detail = StepDetail(self.call, self._step, fastest)
+        # Compiled pieces have no single operations.
+        for worker in workers if self._detail is not None and workers[0].settings.is_eager else ():
+            device = worker.state.device
+            clocks = {"after": "; tick()", "tick": partial(self._read_clocks, device)}
+            self._without_clocks.append((worker.codes[0], list(worker.codes[0])))
+            pieces = worker.plan.partition.pieces
+            worker.codes[0][:] = [build(piece, device=device, **clocks) for piece in pieces]
 
     def end_step(self, is_finished: bool) -> None:
         """Store a step's runs; remove the clocks from the pieces."""
-        assert self._rows is not None
-        self._rows.codes[0][:] = self._codes_without_clocks
-        self._whole.add_runs(self._runs, is_finished)
-        self._finished += is_finished
-        if is_finished and self._detail is not None:
+        for codes, without_clocks in self._without_clocks:
+            codes[:] = without_clocks
+        self._without_clocks.clear()
+        if not is_finished:
+            self.broken = self._runs
+            return
+        _append_bounded(self.kept, self._runs, max(1, self.budget // (2 * max(1, self.step_tasks))))
+        self._finished += 1
+        if self._detail is not None:
             self._detail.add_runs()
             self.detail = self._detail
 
-    def run_task(self, row: int, index: int, replica: int, work: Callable[[int], None], core: int) -> None:
-        """Run a task by `work(index)`, wait for the device's work, and store the times: of an accelerator its own time
-        in place of the CPU time, which starts the kernels."""
-        assert self._rows is not None
-        device = self._rows.state.device
-        task, ticks = self._rows.plan.tasks[row], list[tuple[int, int]]()
+    def run_task(self, worker: RowFunctions, task: Any, work: Callable[[int], None], core: int) -> None:
+        """Run a `BoundTask` by `work(index)`, wait for the device's work, and store the times: of an accelerator its
+        own time in place of the CPU time, which starts the kernels."""
+        device, row, ticks = worker.state.device, worker.plan.tasks[task.row], list[tuple[int, int]]()
         self._thread.ticks = ticks
         begin, before = perf_counter_ns(), thread_time_ns()
         started = timing_event(device)
-        work(index)
+        work(task.index)
         computed, finished = thread_time_ns() - before, timing_event(device)
         synchronize(device)
         if started is not None:
             computed = round(1e6 * started.elapsed_time(finished))
         end = perf_counter_ns()
-        if 2 * len(self._runs) < self._whole.budget // len(self._whole.engines):
-            micro_batch = index if task.index == "micro_batch" else -1
-            times = begin - self._whole.origin, end - self._whole.origin, computed
-            where = row, micro_batch, -1 if task.once else replica, self.core_number(core)
-            self._runs.append(TaskRun(self._whole.call, self._step, *where, *times))
+        if 2 * len(self._runs) < self.budget:
+            micro_batch = task.index if row.index == "micro_batch" else -1
+            times = begin - self.origin, end - self.origin, computed
+            where = task.row, micro_batch, -1 if row.once else task.replica, core
+            self._runs.append(TaskRun(self.call, self._step, *where, *times))
         if ticks and self._detail is not None:
-            self._detail.unread.append((task.piece, ticks))
+            self._detail.unread.append((row.piece, ticks))
 
-    def _read_clocks(self) -> None:
-        assert self._rows is not None
+    def _read_clocks(self, device: torch.device) -> None:
         now, computed = perf_counter_ns(), thread_time_ns()
-        if (device := self._rows.state.device) != CPU:
+        if device != CPU:
             synchronize(device)
             now = computed = perf_counter_ns()
         self._thread.ticks.append((now, computed))

@@ -26,14 +26,16 @@ from .instances.connections import Connections, PeerFailed, PeerLost, Tag
 from .mailbox import Mailbox, MessageKey
 from .prepared_values import PreparedValues
 from .random_draws import hash_integers
-from .state import State
+from .state import State, device_of_place
 from .updating import Updates, Work
+
+Transfers = dict[MessageKey, list[devices.Transfer]]  # messages between the devices of a process
 
 _FRAME, _STATE, _BUFFER, _PREPARED = range(4)  # where a piece reads a value; _BUFFER: the step's new buffers
 
 
 class RowFunctions:
-    """The functions that run the rows of a plan, and the frames that they read and write."""
+    """The functions that run a device's rows of a plan, and the frames that they read and write."""
 
     def __init__(
         self,
@@ -41,17 +43,18 @@ class RowFunctions:
         settings: Settings,
         state: State,
         codes: Sequence[Code],
+        updates: Updates,
         group: Connections | None,
         mail: Mailbox | None,
-        threads_per_operation: int,
+        sent: Transfers,
     ) -> None:
-        self.plan, self.settings, self.state, self._group = plan, settings, state, group
-        self.mail = mail  # None: all ipus are at one place, and all replicas are here
+        self.plan, self.settings, self.state, self.updates = plan, settings, state, updates
+        self._group, self._where, self._sent = group, state.where, sent
+        self.mail = mail  # None: all ipus are in this process
         replicas = range(settings.counts.replicas)
         # By replica and piece. A recorder replaces the functions of replica 0.
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
-        self.updates = Updates(plan, settings, state, group, mail, threads_per_operation)
         self._prepared = [PreparedValues(plan, state, r) for r in replicas if plan.partition.prepared]
         self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
         self._changed = plan.partition.signature.changed_buffers
@@ -61,12 +64,11 @@ class RowFunctions:
         self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
         weights = (a for a in settings.anchors if a.source in ("weight", "updated"))
-        self._anchored_weights = [a for a in weights if self._place_of(a) == settings.place]
+        self._anchored_weights = [a for a in weights if self._place_of(a) == self._where.place]
 
     def bind(self, row: int, replica: int) -> Work | None:
         """Return the function that runs a row for a replica; None: nothing to do here."""
-        is_replica_elsewhere = not (self.plan.tasks[row].once or self.settings.runs_replica(replica))
-        if is_replica_elsewhere or self.plan.is_elsewhere(row, self.settings.place):
+        if not self._where.runs(self.plan, row, replica):
             return None
         match self.plan.tasks[row].kind:
             case "send":
@@ -79,17 +81,15 @@ class RowFunctions:
                 return self._gather_function(row, replica)
             case "sum":
                 return self._sum_function(row, replica)
-        work = self.updates.bind(row)
-        is_last = row == len(self.plan.tasks) - 1
-        return partial(self._end_updates, work) if work is not None and is_last else work
+        return self.updates.bind(row)
 
     def communicates(self, row: int) -> bool:
-        """Return whether a row exchanges messages with other processes."""
+        """Return whether a row waits for messages of other processes."""
         task = self.plan.tasks[row]
         if task.kind == "gather":
             return self.plan.partition.pieces[task.piece].gather_group_size > self.settings.counts.replicas
         is_alone = self._group is None and self.mail is None
-        return task.kind in ("exchange", "share") or (task.kind == "update" and not is_alone)
+        return task.kind in ("exchange", "share", "update") and not is_alone
 
     # ---- a call --------------------------------------------------------------------------------------------
 
@@ -107,15 +107,16 @@ class RowFunctions:
             self.state.set_loss_scale(scale * self._weight)
             call.results.loss_scale = scale
 
-    def end_step(self) -> None:
-        """Drop the prepared values of a step, and end a step of inference. In training its last row does; without
-        updates hold gradient sums and new buffers."""
+    def end_step(self, call: EngineCall) -> None:
+        """End a step: write the new buffers; without updates hold gradient sums and new buffers."""
         for prepared in self._prepared:
             prepared.clear()
-        if not self.settings.training:
-            self.state.end_step()
-        elif not self.settings.part.ends_step:
+        if not self.settings.part.ends_step:
             self.state.hold_sums_and_buffers()
+            return
+        self.state.end_step()
+        if self._anchored_weights and self.settings.training:
+            self._copy_anchored_weights(call, "updated")  # before the next step begins
 
     def wake_peers(self, error: BaseException) -> None:
         """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
@@ -125,7 +126,7 @@ class RowFunctions:
 
     def clear(self) -> None:
         """Drop all frames, prepared values and gradients, after each call, also a failed one."""
-        for held in (*self.frames, *self._prepared):
+        for held in (*self.frames, *self._prepared, self._sent):
             held.clear()
         self.updates.clear_step()
 
@@ -133,10 +134,10 @@ class RowFunctions:
         """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
         iterations = [call.commit.done] if self.settings.training else range(self.settings.counts.iterations)
         for anchor in (each for each in self._anchored_weights if each.source == source):
-            for replica, values in enumerate(self.state.values):
-                for iteration in iterations if self.settings.runs_replica(replica) else ():
-                    value = values[self.state.slot_of[anchor.key]]
-                    call.results.buffers[anchor].put(iteration, replica, value)
+            for replica in self._where.replicas:
+                for iteration in iterations:
+                    value = self.state.values[replica][self.state.slot_of[anchor.key]]
+                    call.results.buffers[anchor].put(iteration, replica, value.clone())
 
     def _place_of(self, result: int | Anchor) -> Place:
         """Return the place that has a result: that of the row that stores it, or that of the weight's ipu."""
@@ -146,26 +147,19 @@ class RowFunctions:
         else:
             slot = self.state.slot_of[result.key]
             stored = (ipu for ipu, names in self.plan.state.items() if slot in names)
-        return self.plan.places.get(next(stored), self.settings.place)
+        return self.plan.places.get(next(stored), self._where.place)
 
     def share_results(self, call: EngineCall) -> None:
-        """Send the results that this place has to the other places, and receive theirs. Start to download them."""
+        """Send the results of this process to the other processes of the replica, and receive theirs. Start to download
+        them."""
+        for buffer in call.results.buffers.values():
+            buffer.finish_transfers()
         if self.mail is not None:
             parts = call.results.parts()
             owners = [(self._place_of(result), replica) for result, replica, _ in parts]
             self.mail.share([values for *_, values in parts], owners)
-        first = min(self.plan.places.values(), default=self.settings.place)
-        if self.state.has_queue and self.settings.place == first and self.settings.runs_replica(0):
-            for buffer in call.results.buffers.values():  # these results are returned
-                buffer.start_download()
-
-    def _end_updates(self, last: Work, call: EngineCall, index: int) -> None:
-        """Run the last row of a step of training, and end the step."""
-        last(call, index)
-        self.state.end_step()
-        self.updates.clear_step()
-        if self._anchored_weights:
-            self._copy_anchored_weights(call, "updated")  # before the next step begins
+        for buffer in call.results.buffers.values() if self.state.has_queue else ():
+            buffer.start_download()
 
     # ---- forward and backward --------------------------------------------------------------------------------
 
@@ -175,7 +169,7 @@ class RowFunctions:
         piece, number = partition.pieces[task.piece], task.piece
         frames, codes = self.frames[replica], self.codes[replica]
         prepared = self._prepared[replica] if {*piece.reads} & partition.prepared.keys() else None
-        before = [i for i in range(row) if not self.plan.is_elsewhere(i, self.settings.place)]
+        before = [i for i in range(row) if not self.plan.is_elsewhere(i, self._where.place)]
         earlier = {name for i in before for name, _ in _names_and_keys(self.plan.tasks[i], "load")}
         loads = [(name, int(key)) for name, key in _names_and_keys(task, "load") if name not in earlier]
         stores = _names_and_keys(task, "store")
@@ -258,21 +252,29 @@ class RowFunctions:
 
     def _send(self, row: int, replica: int, _: EngineCall, index: int) -> None:
         """Send the values that a row "send" names to another place."""
-        assert self.mail is not None
         message = (task := self.plan.tasks[row]).instructions[0]
         is_of_step = task.index == "step"
         source = self.state.values[replica] if is_of_step else self.frames[replica][index]
         first = self.state.first_buffers[replica] if is_of_step else {}
         values = [first.get(name, source[name]) for name in message.names]
-        self.mail.send(self.plan.places[message.peer], self.message_key(row, index, replica), values)
+        place, key = self.plan.places[message.peer], self.message_key(row, index, replica)
+        if place.process == self._where.place.process:
+            device = device_of_place(self.plan, self.settings, place, replica)
+            self._sent[key] = [devices.Transfer(value, device) for value in values]
+        else:
+            assert self.mail is not None
+            self.mail.send(place, key, values)
         for name in task.frees:
             del source[name]
 
     def _receive(self, row: int, replica: int, _: EngineCall, index: int) -> None:
         """Put the values of a message, which is here, into the frame, the new buffers or, of the step, the weights."""
-        assert self.mail is not None
-        task = self.plan.tasks[row]
-        names, values = task.instructions[0].names, self.mail.take(self.message_key(row, index, replica))
+        task, key = self.plan.tasks[row], self.message_key(row, index, replica)
+        names = task.instructions[0].names
+        if self.mail is None:
+            values: Sequence[Tensor] = [transfer.finish() for transfer in self._sent.pop(key)]
+        else:
+            values = self.mail.take(key)
         if task.index == "step":
             received, everywhere = dict(zip(names, values, strict=True)), range(len(self.state.values))
             for number in everywhere if task.once else [replica]:

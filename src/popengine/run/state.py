@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Error, UnrecoverableError
+from ..errors import Error
 from ..ir import Plan, Slot
 from ..places import copies_at
-from ..settings import Settings
+from ..settings import Place, Settings
 from ..torch_private import DisableTorchFunctionSubclass
 from . import devices
 from .devices import with_aligned_start
@@ -37,29 +37,61 @@ class Unit(NamedTuple):
     replica: int  # the first replica of the group
 
 
+class Where(NamedTuple):
+    """The rows that a device runs: those of the ipus at a place, for some local replicas."""
+
+    place: Place
+    replicas: tuple[int, ...]
+    device: torch.device
+
+    def runs(self, plan: Plan, row: int, replica: int) -> bool:
+        """Return whether the device runs a row for a replica (0 for a row that runs once for all)."""
+        return replica in self.replicas and not plan.is_elsewhere(row, self.place)
+
+
+def device_of_place(plan: Plan, settings: Settings, place: Place, replica: int) -> torch.device:
+    """Return the device that a replica's ipus at a place of this process are on."""
+    if not settings.devices:
+        return devices.device_of(settings.device)
+    shift = plan.shifts[replica] if plan.shifts else 0
+    return devices.device_named(settings.devices[(place.device + shift) % len(settings.devices)])
+
+
+def all_devices(plan: Plan, settings: Settings) -> list[Where]:
+    """Return what each device of this process runs; first the devices of replica 0."""
+    here = {place for place in plan.places.values() if place.process == settings.counts.part}
+    shifts = plan.shifts or (0,) * settings.counts.replicas
+    groups = {shift: tuple(r for r, own in enumerate(shifts) if own == shift) for shift in shifts}
+    return [
+        Where(place, replicas, device_of_place(plan, settings, place, replicas[0]))
+        for replicas in groups.values()
+        for place in sorted(here) or [Place(settings.counts.part)]
+    ]
+
+
 class State:
-    """The tensors of a loaded plan. `bind` has to be called before each call of the engine."""
+    """The tensors of a loaded plan on one device. `bind` has to be called before each call of the engine."""
 
     def __init__(
         self,
         plan: Plan,
         settings: Settings,
         train_state: TrainState,
-        device: torch.device,
+        where: Where,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._find_constants = find_constants  # returns the user's plain tensors that forward reads, by key
-        self.plan, self.settings, self.train_state, self.device = plan, settings, train_state, device
+        self.plan, self.settings, self.train_state = plan, settings, train_state
+        self.where, self.device = where, (device := where.device)
         self._loss_scale, self.has_queue = 1.0, devices.has_queue(device)
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
-        here = plan.state_at(settings.place)
+        here = plan.state_at(where.place)
         names = {name for names in here.values() for name in names}
         self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
         self._constants = {slot.key: slot.name for slot in self._slots.values() if slot.role == "constant"}
         self._weights = [slot for slot in self._slots.values() if slot.role in WEIGHTS]
         self._changed = [name for name in self._slots if name in signature.changed_buffers]
-        self.changed_keys = {self._slots[name].key for name in self._changed}  # canonical names
         self.trained = signature.trained
         replicas, trained = range(settings.counts.replicas), set(self.trained)
         # The model's tensors, with shape, strides and dtype; without autograd, or copies with the plan's strides.
@@ -89,13 +121,14 @@ class State:
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
-        train_state.replicas = max(train_state.replicas, settings.counts.replicas)
         train_state.owner = self._owners() | train_state.owner
         if settings.counts.parts > 1:
-            train_state.add_holders(plan.holders(), settings.place.process)
-        # Slots whose tensors are on another device: `bind` writes copies.
-        weights = {slot.name for slot in self._weights}
-        self._copies = copies_at(plan, settings.place) if settings.runs_replica(0) else weights
+            train_state.add_holders(plan.holders(), settings.counts.part)
+        # Slots whose tensors are on another device: `bind` writes copies. Replica 0's are the user's tensors.
+        self._copies = copies_at(plan, where.place)
+        self._buffers = {self._slots[n].key: n for n in self._changed if n not in self._copies}
+        if 0 not in where.replicas:
+            self._copies = {slot.name for slot in self._weights}
         self.bind()
 
     def _owners(self) -> dict[str, int]:
@@ -137,12 +170,24 @@ class State:
                         plain = self._copy_here(f"constant {key}", plain, plain.stride())
                     for values in self.values:
                         values[self._constants[key]] = with_aligned_start(plain)
-            if self.train_state.replicas > 1:  # replicas 1, 2, ... have buffers of their own
-                own = self.train_state.own_buffers(self._plain, self.changed_keys)
-                for values, buffers in zip(self.values[1:], own[1:], strict=False):
-                    values.update((name, buffers[self._slots[name].key]) for name in self._changed)
+            self._bind_buffers()
             self._bind_optimizer_state()
         self._repeat_rows()
+
+    def _bind_buffers(self) -> None:
+        """Set the changed buffers of replicas 1, 2, ..., which have values of their own."""
+        buffers = self.train_state.buffers
+        if buffers.replicas > 1 and 0 in self.where.replicas:
+            buffers.follow({key: self._plain[key] for key in self._buffers})
+        for replica in set(self.where.replicas) - {0}:
+            for name in self._changed:
+                key = self._slots[name].key
+                if key in self._buffers:
+                    value = buffers.read(replica, key, self.device)
+                else:  # at an earlier place
+                    value = buffers.values[replica][key]
+                    value = self._copy_here(f"{key} of replica {replica}", value, value.stride())
+                self.values[replica][name] = value
 
     def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
         """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in
@@ -299,7 +344,7 @@ class State:
         for values, new in zip(self.values, self.new_buffers, strict=True):
             new.clear()
             new.update(zip(self._changed, map(values.__getitem__, self._changed), strict=True))
-        held, self.train_state.held = self.train_state.held, None
+        held = self.train_state.held
         if held is not None and self.settings.part.before:
             self._continue_step(*held)
         self.first_buffers = [dict(new) for new in self.new_buffers]
@@ -317,11 +362,13 @@ class State:
 
     def hold_sums_and_buffers(self) -> None:
         """Hold the gradient sums and new buffers of replica 0 for the plan that ends the step."""
-        buffers = {self._slots[name].key: self.new_buffers[0][name] for name in self._changed}
-        self.train_state.held = dict(self.sums[0]), buffers
+        sums, buffers = self.train_state.held = self.train_state.held or ({}, {})
+        if 0 in self.where.replicas:
+            sums.update(self.sums[0])
+            buffers.update((self._slots[name].key, self.new_buffers[0][name]) for name in self._changed)
 
     def end_step(self) -> None:
-        """Copy the new buffers into `values`, and count the step."""
+        """Copy the new buffers into `values`."""
         for values, new in zip(self.values, self.new_buffers, strict=True):
             for name in self._changed:
                 if new[name] is not values[name]:
@@ -329,13 +376,9 @@ class State:
         self._repeat_rows()
         for users, own in self._copied.values():
             write(users, own)
-        if self.train_state.replicas > 1:
-            for replica, values in enumerate(self.values):
-                for name in self._changed if self.settings.runs_replica(replica) else ():
-                    self.train_state.buffers[replica][self._slots[name].key].copy_(values[name])
-        seed, step = self.train_state.random_state
-        self.train_state.random_state = seed, step + 1
-        self.train_state.updates += self.settings.training
+        for replica in self.where.replicas if self.train_state.buffers.replicas > 1 else ():
+            values = self.values[replica]
+            self.train_state.buffers.write(replica, {key: values[n] for key, n in self._buffers.items()})
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the value by which pieces multiply the loss; do nothing if the plan has no loss scale."""
@@ -344,14 +387,6 @@ class State:
                 if slot.role == "loss_scale":
                     self.values[0][slot.name].fill_(scale)  # which all replicas share
             self._loss_scale = scale
-
-    def end_call(self) -> None:
-        """Wait until the device has run a call. Raises UnrecoverableError if it failed: the weights are lost."""
-        try:
-            devices.synchronize(self.device)
-        except UnrecoverableError as error:
-            self.train_state.commit.lose(error)
-            raise
 
 
 def _span(value: Tensor) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from . import devices
 from .call import Commit
 from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory
 from .instances.consistency import hash_of_sample
+from .replica_buffers import ReplicaBuffers
 
 if TYPE_CHECKING:
     from ..settings import Counts
@@ -34,10 +35,14 @@ _CONFIRMED = "_pando_confirmed"  # an attribute of optimizers: `state`, when it 
 class TrainState:
     """What training changes and calls continue with. All plans and engines of an executor use one `TrainState`.
 
-    Args: find_weights: returns the model's present parameters and buffers, by canonical name
+    Args:
+        find_weights: returns the model's present parameters and buffers, by canonical name
+        replicas:     of this process
     """
 
-    def __init__(self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0) -> None:
+    def __init__(
+        self, find_weights: Callable[[], Mapping[str, Tensor]], seed: int = 0, replicas: int = 1
+    ) -> None:
         self.find_weights = find_weights
         # `optimizer.state[parameter]` has the optimizer state, and `parameters` returns the optimizer's parameters by
         # canonical name. Without an optimizer these are the weights.
@@ -59,10 +64,7 @@ class TrainState:
         self.loss_factor = torch.ones(())  # of automatic loss scaling: multiplies the user's loss scale
         self.updates = 0  # finished weight updates since the executor set this to 0
         self.engines = 0  # that are not closed
-        self.replicas = 1  # of this process; a plan for an incomplete batch may have fewer
-        # By replica, buffers that forward changes. Those of replica 0 are copies of the model's own after the
-        # latest step: the model's differ if the user has written them, and then all replicas take these.
-        self.buffers: list[dict[str, Tensor]] = []
+        self.buffers = ReplicaBuffers(replicas)
         # Of a step that a plan has begun and another one will end: gradient sums and new buffers of replica 0.
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self.commit = Commit()
@@ -98,11 +100,7 @@ class TrainState:
         present = {key: value for key, value in self.find_weights().items() if key not in elsewhere}
         parameters = {key: value.detach() for key, value in present.items() if isinstance(value, Parameter)}
         buffers = {key: value.detach() for key, value in present.items() if key not in parameters}
-        own = self.buffers or [{}]
-        if self.buffers:
-            self.own_buffers(buffers, own[0].keys() & buffers.keys())
-        replicas = [{key: each.get(key, value) for key, value in buffers.items()} for each in own]
-        return {**found, "weights": parameters, "buffers": replicas}
+        return {**found, "weights": parameters, "buffers": self.buffers.export(buffers)}
 
     def load(self, state: Mapping[str, Any], copies: bool = True) -> None:
         """Replace the state by the entries of an `export()`, of any number of processes together; leave out what other
@@ -139,7 +137,7 @@ class TrainState:
         self.random_state = state.get("random", self.random_state)
         self.loss_factor.fill_(state.get("loss_factor", self.loss_factor))
         if buffers:
-            self.buffers = [{key: value.clone() for key, value in each.items()} for each in buffers]
+            self.buffers.load(buffers)
 
     def holders(self) -> dict[str, int]:
         """Return the process of the replica that holds each weight, by canonical name; without weights that no plan of
@@ -243,7 +241,9 @@ class TrainState:
         """Move weights, buffers and optimizer state from accelerators to the host's memory, unless they are lost;
         return whether any was there."""
         states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
-        return self.commit.state != "lost" and move_to_host(self.find_weights(), [*states, *self.buffers])
+        return self.commit.state != "lost" and move_to_host(
+            self.find_weights(), [*states, *self.buffers.values]
+        )
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
@@ -258,20 +258,11 @@ class TrainState:
             if key not in before or before[key].writes(value) != 0
         }
 
-    def own_buffers(self, weights: Mapping[str, Tensor], keys: Iterable[str]) -> list[dict[str, Tensor]]:
-        """Return `buffers`, with these keys for each replica. A buffer that has no value of a replica's own, or
-        that the user has written, gets the model's value (in `weights`) in all replicas."""
-        self.buffers.extend({} for _ in range(self.replicas - len(self.buffers)))
-        for key in keys:
-            value = weights[key].detach()
-            for own in self.buffers:
-                has_kept = key in own and own[key].shape == value.shape
-                own[key] = own[key].to(value) if has_kept else value.clone()
-            is_same = (devices.bits_of(self.buffers[0][key]) == devices.bits_of(value)).all()
-            # Without a wait of the host for an accelerator.
-            for own in self.buffers if devices.has_queue(value.device) or not is_same else ():
-                own[key].copy_(torch.where(is_same, own[key], value))
-        return self.buffers
+    def count_step(self, is_update: bool) -> None:
+        """Count a finished step, so that the next one draws other random numbers."""
+        seed, step = self.random_state
+        self.random_state = seed, step + 1
+        self.updates += is_update
 
 
 def move_to_host(weights: Mapping[str, Tensor], groups: Iterable[dict[str, Any]] = ()) -> bool:

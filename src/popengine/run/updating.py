@@ -11,7 +11,7 @@ fixed order, so that every layout and run gives the same bits.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from .. import ir
 from ..errors import RunError
 from ..settings import Settings
 from ..torch_private import ALIGNMENT
-from .call import Commit, EngineCall
+from .call import EngineCall
+from .devices import join
 from .gradients import IntraOpThreads, StepGradients, divide_, gradient_work
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Connections, Tag
@@ -32,49 +33,54 @@ from .state import State, Unit
 Work = Callable[[EngineCall, int], None]  # runs a row for a call, given the row's index
 
 
-class PlaceGradients(NamedTuple):
-    """What a place brings to the one run of `step()` in its process."""
-
-    state: State
-    commit: Commit
-    gradients: dict[str, Tensor]  # by canonical name; of replica 0's places
-
-
 class Updates:
-    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights."""
+    """The functions that run the rows from "exchange" to "share": reduce gradients, update weights.
+
+    The gradients of a parameter are summed on the device of its first replica, and `step()` runs once for all devices,
+    whose `states` then copy the new weights where they have copies.
+    """
 
     def __init__(
         self,
         plan: ir.Plan,
         settings: Settings,
-        state: State,
+        states: Sequence[State],
         group: Connections | None,
         mail: Mailbox | None,
         threads_per_operation: int,
     ) -> None:
         self._threads = threads_per_operation
-        self.settings, self.state, self._group, self._mail = settings, state, group, mail
-        # What sums gradients over replicas that other engines run: the processes that have the same ipus, or devices.
-        self._sums: Any = mail if plan.shifts and settings.training else None
+        self.settings, self.states, self._group, self._mail = settings, states, group, mail
+        self._train_state = states[0].train_state
+        # What sums gradients over the processes that have the same ipus.
+        self._sums: AllReduce | None = None
         if group is not None:
             self._sums = AllReduce(group, Tag.SUMS, settings.counts.processes_of_part())
         self._gradient_work = gradient_work(settings)
         optimizer = settings.optimizer
         types = {} if optimizer is None else optimizer.state_types
         self._half_states = {name: dtype for name, dtype in types.items() if dtype != torch.float32}
-        self._rows, self._runs_step = plan.tasks, settings.runs_replica(0)
+        self._rows = plan.tasks
         slots = plan.partition.signature.slots
         self._slot_index = {slot.key: index for index, slot in enumerate(slots)}
-        ordered = sorted(state.all_units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
+        # By parameter and replica, the state of its device; and the parameters that this process updates.
+        self._units = [unit for state in states if 0 in state.where.replicas for unit in state.units]
+        self._state_of = {
+            (unit.key, replica): state
+            for state in states
+            for unit in state.units
+            for replica in state.where.replicas
+        }
+        ordered = sorted(states[0].all_units, key=lambda unit: (self._slot_index[unit.key], unit.replica))
         dtypes = (slots[self._slot_index[unit.key]].dtype for unit in ordered)
         # In float32 also for half precision, where a norm may be too large for the gradient's own dtype.
         norm_types = [torch.promote_types(dtype, torch.float32).to_real() for dtype in dtypes]
         self._norm_types = dict(zip(ordered, norm_types, strict=True))
         self.buckets: dict[int, list[Bucket]] = {}  # by row
-        if self._sums is not None:
-            for row, task in enumerate(plan.tasks):
-                if task.kind == "exchange" and not plan.is_elsewhere(row, settings.place):
-                    self.buckets[row] = buckets_of(plan, task.piece, state)
+        for row, task in enumerate(plan.tasks):
+            here = [state for state in states if not plan.is_elsewhere(row, state.where.place)]
+            if task.kind == "exchange" and here:
+                self.buckets[row] = buckets_of(plan, task.piece, here)
 
     def bind(self, row: int) -> Work | None:
         """Return the function that runs a row; None: nothing is to be run."""
@@ -88,10 +94,12 @@ class Updates:
     # ---- gradients -------------------------------------------------------------------------------------------
 
     def _exchange_buckets(self, row: int, *_: object) -> None:
-        """All-reduce a row's buckets over all processes, into `flats[0]`; reduce-scatter sharded buckets."""
+        """Sum a row's buckets over all replicas, into `flats[0]`; reduce-scatter sharded buckets."""
         for bucket in self.buckets[row]:
             self._divide_means(bucket.flats)
-            if bucket.cuts is not None:
+            if self._sums is None:
+                tree_sum(leaf_nodes([flat] for flat in bucket.flats))
+            elif bucket.cuts is not None:
                 self._sums.reduce_scatter(bucket.flats, bucket.cuts)
             else:
                 self._sums.all_reduce(bucket.flats)
@@ -102,25 +110,24 @@ class Updates:
             divide_(sums, self.settings.counts.global_replicas)
 
     def _sum_replicas(self) -> dict[Unit, Tensor]:
-        """Return the gradients that this place updates, summed over their replicas, as a binary tree, into the first
+        """Return the gradients that this process updates, summed over their replicas, as a binary tree, into the first
         replica's."""
-        settings, sums = self.settings, self.state.sums
-        units = [unit for unit in self.state.units if self.state.is_updated_here(unit.key)]
-        if self._sums is None and len(sums) > 1:  # else row "exchange" has summed them
-            members = {unit: settings.sharing_replicas(*unit) for unit in units}
-            for count in {len(own) for own in members.values()} - {1}:
-                rows = [
-                    [sums[r][unit.key] for r in own] for unit, own in members.items() if len(own) == count
-                ]
-                replicas = [list(column) for column in zip(*rows, strict=True)]
-                for column in replicas:
+        units = [unit for unit in self._units if self.states[0].is_updated_here(unit.key)]
+        if self.settings.counts.replicas > 1 and not self.buckets:  # else row "exchange" has summed them
+            groups: dict[tuple[int, State], list[tuple[str, tuple[int, ...]]]] = {}
+            for unit in units:
+                members = self.settings.sharing_replicas(*unit)
+                groups.setdefault((len(members), self._state_of[unit]), []).append((unit.key, members))
+            for (count, state), own in groups.items():
+                columns = [[state.sums[members[i]][key] for key, members in own] for i in range(count)]
+                for column in columns if count > 1 else ():
                     self._divide_means(column)
-                tree_sum(leaf_nodes(replicas))
-        return {unit: sums[unit.replica][unit.key] for unit in units}
+                tree_sum(leaf_nodes(columns))
+        return {unit: self._state_of[unit].sums[unit.replica][unit.key] for unit in units}
 
     def _prepare_gradients(self, call: EngineCall, gradients: Mapping[Unit, Tensor]) -> StepGradients:
         """Run the functions of the list on gradients, in place."""
-        owner, instance = self.state.train_state.owner, self.settings.counts.instance
+        owner, instance = self._train_state.owner, self.settings.counts.instance
         is_alone = not (owner or self._mail)
         step = StepGradients(
             {u: torch.view_as_real(g) if g.is_complex() else g for u, g in gradients.items()},
@@ -138,7 +145,7 @@ class Updates:
         """Sum values over all processes, in place, if each has the gradients of some parameters; return `values`."""
         if self._mail is not None:
             self._mail.sum(values)
-        elif self.state.train_state.owner:
+        elif self._sums is not None and self._train_state.owner:
             self._sums.all_reduce([values])
         return values
 
@@ -151,13 +158,11 @@ class Updates:
             step = self._prepare_gradients(call, gradients)
             self._commit(call, step)
             if step.is_applied:
-                named = self._by_name(gradients) if self._runs_step else {}
-                part, run = PlaceGradients(self.state, call.commit, named), partial(self._run_step, call)
-                run([part]) if self._mail is None else self._mail.run_once(part, run)
+                self._run_step(call, self._by_name(gradients))
 
     def _commit(self, call: EngineCall, step: StepGradients) -> None:
         """Commit the step with all processes: from now on it runs to its end."""
-        train_state, peers = self.state.train_state, self._mail or self._group
+        train_state, peers = self._train_state, self._mail or self._group
         if step.has_overflowed:
             call.overflows.append((train_state.random_state[1], step.loss_scale))
         if peers is None:
@@ -169,12 +174,14 @@ class Updates:
             except Exception:
                 call.commit.release()
                 raise
+        if len(self.states) > 1:  # a device may still copy weights that `step()` overwrites
+            join(state.device for state in self.states)
         if self.settings.automatic_loss_scaling:
             train_state.loss_factor.mul_(step.loss_factor)
 
     def _by_name(self, gradients: Mapping[Unit, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the optimizer's parameters by name: with replica groups a row for each."""
-        held = self.state.train_state.parameters()
+        held = self._train_state.parameters()
         found = {unit.key: gradient for unit, gradient in gradients.items() if unit.key in held}
         for key in self.settings.replica_groups.keys() & found.keys():
             rows = self.settings.replica_groups[key].rows
@@ -182,11 +189,10 @@ class Updates:
             found[key] = torch.stack([gradients[Unit(key, first)] for first in firsts])
         return found
 
-    def _run_step(self, call: EngineCall, parts: Sequence[PlaceGradients]) -> None:
-        """Run the optimizer's `step()` on the gradients of all places of this process, and copy the new weights to
-        places that have copies. If it fails before it has written, release the commits: the weights are not lost."""
-        train_state = self.state.train_state
-        gradients = {name: value for part in parts for name, value in part.gradients.items()}
+    def _run_step(self, call: EngineCall, gradients: Mapping[str, Tensor]) -> None:
+        """Run the optimizer's `step()`, and copy the new weights to devices that have copies. If it fails before it has
+        written, release the commit: the weights are not lost."""
+        train_state = self._train_state
         assert call.hyper is not None
         seeds: dict[str, int] = {}
         if self.settings.stochastic_rounding:
@@ -196,23 +202,30 @@ class Updates:
         try:
             run_optimizer_step(optimizer, parameters, gradients, call.hyper, self._half_states, seeds)
         except RunError:
-            for part in parts if self.settings.counts.processes == 1 else ():  # else peers have updated
-                part.commit.release()
+            if self.settings.counts.processes == 1:  # else peers have updated
+                call.commit.release()
             raise
-        for part in parts:
-            part.state.follow_parameters()
+        for state in self.states:
+            state.follow_parameters()
 
     def _broadcast_weights(self, *_: object) -> None:
         """Send the weights that this process has updated to all peers; receive those that peers updated."""
-        units = [unit for unit in self.state.units if unit.key in self.state.train_state.owner]
-        weights = [self.state.weight(unit) for unit in units]
-        owners = [self.state.train_state.owner[unit.key] for unit in units]
+        assert self._sums is not None
+        units = [unit for unit in self._units if unit.key in self._train_state.owner]
+        weights = [self._state_of[unit].weight(unit) for unit in units]
+        owners = [self._train_state.owner[unit.key] for unit in units]
         self._sums.broadcast_by_owners(weights, owners)
+
+    def end_step(self) -> None:
+        """Count a step, and drop its gradient sums, unless another plan ends it."""
+        if self.settings.part.ends_step:
+            self._train_state.count_step(self.settings.training)
+            self.clear_step()
 
     def clear_step(self) -> None:
         """Drop the gradient sums of a step; those in buckets keep their memory."""
         if not self.buckets:
-            for sums in self.state.sums:
+            for sums in chain.from_iterable(state.sums for state in self.states):
                 sums.clear()
 
 
@@ -220,42 +233,44 @@ class Updates:
 
 
 class Bucket:
-    """Gradients of one piece and one dtype, of parameters (`keys`) that the local replicas `members` share.
+    """Gradients of one piece and one dtype, of parameters (`keys`) that some local replicas share.
 
-    `flats`, 1-d, are the gradient sums of those that this engine runs, of which `state.sums` become views; they are
-    summed into `flats[0]`. `cuts`: where the shard of each process begins, and the end; None: not sharded.
+    `flats`, 1-d, are the gradient sums of these replicas, each on its device, of which `State.sums` become views; they
+    are summed into `flats[0]`. `cuts`: where the shard of each process begins, and the end; None: not sharded.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype, state: State
-    ) -> None:
-        is_sharded, step = units[0].key in state.train_state.owner, max(1, ALIGNMENT // dtype.itemsize)
-        cuts, starts = [0], dict[Unit, int]()
-        for owner in range(state.settings.counts.instances) if is_sharded else [None]:
+    def __init__(self, units: Sequence[Unit], members: Mapping[int, State], dtype: torch.dtype) -> None:
+        first = next(iter(members.values()))
+        owners, step = first.train_state.owner, max(1, ALIGNMENT // dtype.itemsize)
+        is_sharded, cuts, starts = units[0].key in owners, [0], dict[Unit, int]()
+        for owner in range(first.settings.counts.instances) if is_sharded else [None]:
             end = cuts[-1]
-            for unit in (unit for unit in units if state.train_state.owner.get(unit.key) == owner):
+            for unit in (unit for unit in units if owners.get(unit.key) == owner):
                 starts[unit] = end
-                end += -(-state.weight(unit).numel() // step) * step
+                end += -(-first.weight(unit).numel() // step) * step
             cuts.append(end)
         self.keys, self.cuts = tuple(unit.key for unit in starts), cuts if is_sharded else None
-        own = [replica for replica in members if state.settings.runs_replica(replica)]
-        self.flats = [torch.zeros(cuts[-1], dtype=dtype, device=state.device) for _ in own]
-        # `Updates` reads the sum, which is in `flats[0]`, as that of the first member.
-        for replica, flat in zip((members[0], *own), (self.flats[0], *self.flats), strict=True):
+        self.flats = [torch.zeros(cuts[-1], dtype=dtype, device=state.device) for state in members.values()]
+        for (replica, state), flat in zip(members.items(), self.flats, strict=True):
             for unit, start in starts.items():
-                weight = state.weight(unit)
+                weight = first.weight(unit)
                 state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)
 
 
-def buckets_of(plan: ir.Plan, piece: int, state: State) -> list[Bucket]:
-    """Return the buckets for the gradients of piece number `piece`; set `state.sums` to views of them."""
-    settings, writes = state.settings, plan.partition.pieces[piece].writes
+def buckets_of(plan: ir.Plan, piece: int, states: Sequence[State]) -> list[Bucket]:
+    """Return the buckets for the gradients of piece number `piece`, of the devices that have one place's ipus; set
+    `State.sums` to views of them."""
+    settings, writes = states[0].settings, plan.partition.pieces[piece].writes
     results = plan.partition.signature.results
     keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}
     kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[Unit]] = {}
-    for unit in (unit for unit in state.units if unit.key in keys):
+    for unit in (unit for unit in states[0].units if unit.key in keys):
         assert settings.optimizer is not None
-        dtype = settings.optimizer.sum_dtype(state.weight(unit).dtype)
-        kind = settings.sharing_replicas(unit.key, unit.replica), dtype, unit.key in state.train_state.owner
-        kinds.setdefault(kind, []).append(unit)
-    return [Bucket(units, members, dtype, state) for (members, dtype, _), units in kinds.items()]
+        dtype = settings.optimizer.sum_dtype(states[0].weight(unit).dtype)
+        is_sharded = unit.key in states[0].train_state.owner
+        kinds.setdefault((settings.sharing_replicas(*unit), dtype, is_sharded), []).append(unit)
+    state_of = {replica: state for state in states for replica in state.where.replicas}
+    return [
+        Bucket(units, {replica: state_of[replica] for replica in members}, dtype)
+        for (members, dtype, _), units in kinds.items()
+    ]

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from popengine.errors import Error
-from popengine.run import devices
-from popengine.run.device_engines import DeviceEngines
 from popengine.run.elsewhere import is_elsewhere
 from popengine.run.engine import Engine
 from popengine.run.train_state import TrainState
@@ -41,8 +39,7 @@ class LoadedPlans:
 
     def __init__(self, options: Options, model: nn.Module) -> None:
         self._options, self._model = options, model
-        self.state = TrainState(functools.partial(weights_of, model))
-        self.state.replicas = options._counts().replicas
+        self.state = TrainState(functools.partial(weights_of, model), replicas=options._counts().replicas)
         self._is_seeded = False  # whether `state.random_state` is set
         self.has_file_state = False  # whether the state was loaded from a file
         self.loaded: list[LoadedPlan] = []  # in order of use, the latest last
@@ -171,12 +168,8 @@ class LoadedPlans:
 
     def _new_engine(self, plan: LoadedPlan) -> Engine:
         executable, settings = plan.executable, plan.executable.settings
-        fill_weights(self._model, executable.plan.holders(), settings.place.process)
-        if settings.counts.parts == 1 and executable.plan.is_spread:
-            engine = DeviceEngines(executable.plan, settings, self.state, executable.present_tensors)
-        else:
-            first = devices.device_named(settings.devices[0]) if settings.devices else None
-            engine = Engine(executable.plan, settings, self.state, first, None, executable.present_tensors)
+        fill_weights(self._model, executable.plan.holders(), settings.counts.part)
+        engine = Engine(executable.plan, settings, self.state, executable.present_tensors)
         if plan.reporter is not None:
             plan.reporter.on_attach(engine, executable)
         return engine

@@ -83,7 +83,6 @@ def engine_settings(
         devices=tuple(dict.fromkeys(names)),
         places=_places(options, counts, names),
         spreads=counts.parts == 1 and not _has_list(options),
-        place=Place(counts.part),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
     )
 

@@ -129,9 +129,6 @@ class MemoryMailbox:
         commit()
         self.world.meet()
 
-    def run_once(self, part, function):
-        function([part])
-
     def abort(self, why):
         self.world.abort(why)
 
@@ -151,8 +148,8 @@ class SeveralEngines:
             own = {key: value.clone() for key, value in weights.items() if key in held_here}
             kind = None if settings.optimizer is None else settings.optimizer.kind
             trained, seed = plan.partition.signature.trained, train_state.random_state[0]
-            self.train_state[place] = train_state_of(own, trained, kind, seed)
-            own_settings = replace(settings, place=place)
+            self.train_state[place] = train_state_of(own, trained, kind, seed, settings.counts.replicas)
+            own_settings = replace(settings, counts=replace(settings.counts, part=place.process))
             mail = self.world.mail[place]
             self.engines[place] = Engine(plan, own_settings, self.train_state[place], mail=mail)
 
@@ -172,7 +169,7 @@ class SeveralEngines:
             raise (own or errors)[0]
         assert not any(messages for mail in self.world.mail.values() for messages in mail.arrived.values())
         for engine in self.engines.values():
-            assert not any(frame for frames in engine._rows.frames for frame in frames.values())
+            assert not any(frame for frames in engine.workers[0].frames for frame in frames.values())
         results = [run.result() for run in runs]
         for other in results[1:]:
             for mine, theirs in zip(results[0].outputs(), other.outputs(), strict=True):

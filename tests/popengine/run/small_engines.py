@@ -7,7 +7,6 @@ from engine_models import graph_of, net, once, rates, stages, train_state_of
 
 from popengine.compile import compile_graph
 from popengine.compile.tasks import make_plan
-from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.settings import Anchor, Counts, Optimizer, Place, Settings
 
@@ -39,7 +38,11 @@ def planned(**options):
     plan, settings = _plan_of(**options)
     weights = {name: value.detach().clone() for name, value in net().state_dict().items()}
     kind = None if settings.optimizer is None else settings.optimizer.kind
-    return plan, settings, train_state_of(weights, dict(net().named_parameters()), kind, seed=3)
+    return (
+        plan,
+        settings,
+        train_state_of(weights, dict(net().named_parameters()), kind, 3, settings.counts.replicas),
+    )
 
 
 @once
@@ -116,8 +119,8 @@ NAMES = {
 
 
 def on_devices(which, make=planned, **options):
-    """An engine for each device, of the small net."""
+    """An engine of the small net, with ipus on several devices."""
     plan, settings, train_state = make(**options)
     places = tuple(Place(0, device) for device in PLACES[which])
     settings = replace(settings, places=places, device="cuda", devices=NAMES[which])
-    return DeviceEngines(make_plan(plan.partition, settings), settings, train_state)
+    return Engine(make_plan(plan.partition, settings), settings, train_state)

@@ -64,7 +64,7 @@ def watched(engine):
 
         return look
 
-    for codes in engine._rows.codes:
+    for codes in engine.workers[0].codes:
         codes[:] = map(looking, engine.plan.partition.pieces, codes)
     return wrong
 

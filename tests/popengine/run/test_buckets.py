@@ -3,11 +3,10 @@
 import importlib
 
 import pytest
-import torch
 from engine_models import graph_of, net, stages, train_state_of
 
 from popengine.compile import compile_graph
-from popengine.run.state import State
+from popengine.run.state import State, all_devices
 from popengine.run.updating import buckets_of
 from popengine.settings import Counts, Optimizer, Settings
 
@@ -26,8 +25,8 @@ def made(monkeypatch, size, least=None, replicas=1):
     )
     plan = compile_graph(graph_of(), settings)
     train_state = train_state_of(net().state_dict(), dict(net().named_parameters()))
-    state = State(plan, settings, train_state, torch.device("cpu"))
-    return state, [b for t in plan.tasks if t.kind == "exchange" for b in buckets_of(plan, t.piece, state)]
+    state = State(plan, settings, train_state, *all_devices(plan, settings))
+    return state, [b for t in plan.tasks if t.kind == "exchange" for b in buckets_of(plan, t.piece, [state])]
 
 
 def test_gradients_are_exchanged_in_the_order_in_which_the_backward_makes_them(monkeypatch):

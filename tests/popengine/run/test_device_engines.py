@@ -33,7 +33,6 @@ from popengine.compile import compile_graph
 from popengine.errors import RunError, UnrecoverableError
 from popengine.order import ORDERS
 from popengine.run import devices
-from popengine.run.device_engines import DeviceEngines
 from popengine.run.engine import Engine
 from popengine.run.ready_queue import ReadyQueue
 from popengine.run.train_state import has_same_bits
@@ -90,7 +89,7 @@ def on_shifted_devices(which, make=planned, **options):
     counts = {"ipus": ipus, "counts": (iterations, accumulation, replicas)}
     names = tuple(f"cuda:{number}" for number in range(count))
     where = {"places": tuple(Place(0, number) for number in range(count)), "devices": names, "spreads": True}
-    return DeviceEngines(*make(**counts, **where, device="cuda", **options)), make(**counts, **options)
+    return Engine(*make(**counts, **where, device="cuda", **options)), make(**counts, **options)
 
 
 @pytest.mark.parametrize(("name", "which"), [*zip([*LAYOUTS][1:], cycle(SHIFTED), strict=False)])
@@ -174,7 +173,7 @@ def test_an_update_waits_until_other_devices_have_copied_the_weight(monkeypatch)
     where = {"places": tuple(Place(0, ipu) for ipu in range(4)), "devices": NAMES["four"], "device": "cuda"}
     for seed in range(5):
         with late_devices(monkeypatch, seed=seed, count=4):
-            assert_same(trained(DeviceEngines(*made(**where)), calls=1), expected)
+            assert_same(trained(Engine(*made(**where)), calls=1), expected)
 
 
 def test_the_host_waits_once_for_each_device_in_a_call(monkeypatch):
@@ -281,8 +280,7 @@ def test_random_models_layouts_replicas_and_writes_have_the_bits_of_one_cpu(seed
     expected = written(Engine(plan, settings, train_state), train_state, options["kind"], writes)
     with late_devices(monkeypatch, seed=seed, count=count):
         plan, settings, train_state = made(**options, **where, device="cuda")
-        kind = DeviceEngines if plan.is_spread else Engine
-        found = written(kind(plan, settings, train_state), train_state, options["kind"], writes)
+        found = written(Engine(plan, settings, train_state), train_state, options["kind"], writes)
     assert [key for key in expected if not has_same_bits(expected[key], found[key])] == []
 
 

@@ -47,7 +47,7 @@ def refuse(graph, function):
 
 
 def on_device(**options):
-    return Engine(*planned(device="cuda", **options), GPU)
+    return Engine(*planned(device="cuda", **options))
 
 
 # ---- the device itself -----------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_a_step_with_an_operation_that_the_host_waits_for_is_not_captured(late, 
         nn.Identity(), lambda inputs: [torch.linalg.eigvalsh(inputs[0])], [torch.eye(3)], training=False
     )
     settings = Settings(False, Counts(), Strategy(), device="cuda")
-    Engine(compile_graph(graph, settings), settings, TrainState(dict), GPU).close()
+    Engine(compile_graph(graph, settings), settings, TrainState(dict)).close()
     assert "operation by operation: the host waits for the values of _linalg_eigh" in caplog.text
     assert late.captures == 0
 
@@ -246,7 +246,7 @@ def test_strides_of_the_device_differ_and_results_do_not(late, monkeypatch):
     settings = Settings(False, Counts(), Strategy(), device="cuda")
     weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
     monkeypatch.setattr(late_device, "other_strides", True)
-    engine = Engine(compile_graph(graph, settings), settings, TrainState(weights.copy), GPU)
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(weights.copy))
     for ours, theirs in zip(engine.run([x], None).outputs(), model(x), strict=True):
         torch.testing.assert_close(ours, theirs)
     engine.close()
@@ -284,7 +284,7 @@ def test_a_profiled_step_makes_its_tensors_on_the_device(late):
         model, lambda inputs: [model(inputs[0]) + torch.rand(3)], [torch.zeros(3)], training=False
     )
     settings = Settings(False, Counts(iterations=2), Strategy(), device="cuda")
-    engine = Engine(compile_graph(graph, settings), settings, TrainState(dict), GPU)
+    engine = Engine(compile_graph(graph, settings), settings, TrainState(dict))
     engine.run([torch.zeros(6)], None, Recorder())
     engine.close()
 
@@ -357,11 +357,11 @@ def run_model(name, training, device):
     model = kind().train(training)
     counts = Counts(2, 2 if training else 1)
     optimizer = Optimizer("adamw") if training else None
-    settings = Settings(training, counts, Strategy(), optimizer=optimizer, device="cuda")
+    settings = Settings(training, counts, Strategy(), optimizer=optimizer, devices=(str(device),))
     graph = capture(model, lambda inputs: model(*inputs), list(samples), training=training, device="cuda")
     weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
     state = train_state_of(weights, dict(model.named_parameters()), "adamw" if training else None)
-    engine = Engine(compile_graph(graph, settings), settings, state, device)
+    engine = Engine(compile_graph(graph, settings), settings, state)
     inputs = [sample.repeat(counts.product, *[1] * (sample.dim() - 1)) for sample in samples]
     inputs = [torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, 5) for x in inputs]
     results = engine.run(inputs, rates("adamw") if training else None)

@@ -31,7 +31,8 @@ def engine_for(
     )
     plan = compile_graph(graph_of(model), settings)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return Engine(plan, settings, train_state_of(weights, dict(model.named_parameters()), seed=seed))
+    state = train_state_of(weights, dict(model.named_parameters()), seed=seed, replicas=replicas)
+    return Engine(plan, settings, state)
 
 
 def batch(micro_batches):

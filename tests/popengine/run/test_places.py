@@ -96,7 +96,11 @@ def made(parts, **options):
     plan, settings, weights = _made(parts, **options)
     kind = None if settings.optimizer is None else settings.optimizer.kind
     weights = {name: value.clone() for name, value in weights.items()}
-    return plan, settings, train_state_of(weights, plan.partition.signature.trained, kind, seed=3)
+    return (
+        plan,
+        settings,
+        train_state_of(weights, plan.partition.signature.trained, kind, 3, settings.counts.replicas),
+    )
 
 
 @once

@@ -69,7 +69,7 @@ def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))  # judged here
     seen = set()
-    for codes in engine._rows.codes:
+    for codes in engine.workers[0].codes:
         codes[:] = [noted(code, seen) for code in codes]
     engine.run(batch_for(engine), rates("sgd"))
     assert seen == threads
@@ -98,7 +98,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
     """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
     engine, twin = (engine_of(counts=(10, 8, 1)) for _ in range(2))
     running = threading.Event()
-    codes = list(engine._rows.codes[0])
+    codes = list(engine.workers[0].codes[0])
 
     def slow(code):
         def call(values):
@@ -108,9 +108,9 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
 
         return call
 
-    engine._rows.codes[0][:] = map(slow, codes)
+    engine.workers[0].codes[0][:] = map(slow, codes)
 
-    interrupts, (wait, abort) = [KeyboardInterrupt], engine._wait_and_abort
+    interrupts, wait = [KeyboardInterrupt], engine.queue.wait_until_idle
 
     def interrupted():
         if interrupts:
@@ -119,10 +119,10 @@ def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
         wait()
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "_wait_and_abort", (interrupted, abort))
+        patch.setattr(engine.queue, "wait_until_idle", interrupted)
         engine.run(batch_for(engine), rates("sgd"))
     assert engine.state.train_state.updates == 0
-    engine._rows.codes[0][:] = codes
+    engine.workers[0].codes[0][:] = codes
     assert_same(trained(engine, calls=1), trained(twin, calls=1))
 
 
@@ -150,7 +150,7 @@ def test_one_core_runs_the_order_that_is_drawn(order):
         torch.set_num_threads(before)
     engine.run(batch_for(engine), rates("sgd"))
     ran = []
-    nodes = ready_queue.StepTasks(engine._rows, 1)
+    nodes = ready_queue.StepTasks(engine.workers, 1)
     rows = [nodes.all[number] for number in range(len(nodes.all))]
     missing, ready = nodes.waits_for.copy(), sorted(nodes.first)
     while ready:

@@ -52,8 +52,7 @@ def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
     for node in nodes:
         while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
             left = found.pop().values
-            if left:
-                torch._foreach_add_(left, node.values)
+            _add(left, node.values)
             node = TreeNode(node.level + 1, node.index // 2, left)
         found.append(node)
     return found
@@ -64,8 +63,16 @@ def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
     found = sum_siblings(nodes)
     while len(found) > 1:
         last = found.pop()
-        torch._foreach_add_(found[-1].values, last.values)
+        _add(found[-1].values, last.values)
     return found[0].values
+
+
+def _add(sums: list[Tensor], values: list[Tensor]) -> None:
+    """Add values, which may be on another device, to sums, which are all on one."""
+    if sums and sums[0].device != values[0].device:
+        values = [value.to(sums[0].device) for value in values]
+    if sums:
+        torch._foreach_add_(sums, values)
 
 
 _Positions = tuple[tuple[tuple[int, int], ...], ...]  # by instance, (level, index) of each of its nodes

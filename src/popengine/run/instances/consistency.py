@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ir import Plan
-from ...settings import ONE_PLACE, Hyper, Settings
+from ...settings import Hyper, Place, Settings
 from ..devices import bits_of
 
 # Texts by section and name. A section "NAME@SCOPE" is compared among the instances that have it only.
@@ -120,14 +120,14 @@ def fingerprint_of_plan(
         if slot.role != "constant":
             section = "input" if slot.role == "input" else "shape"
             forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
-    here = {name for names in plan.state_at(settings.place).values() for name in names}
+    here = {name for names in plan.state_at(Place(settings.counts.part)).values() for name in names}
     own = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
     first = {key: weights[key] for key in own if key in weights and not weights[key].is_meta}
     constants = _constants(plan)
     code = repr((plan.tasks, constants)) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
-        "options": _flat_fields(dataclasses.replace(settings, counts=counts, place=ONE_PLACE)),
+        "options": _flat_fields(dataclasses.replace(settings, counts=counts)),
         **forms,
         "constant": constants,
         "operation": _operations(plan),
