@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from popengine.environment import read_launch
-from popengine.run.devices import bits_of
 from popengine.run.instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from popengine.run.instances.connections import Tag
 from popengine.run.instances.process_group import ProcessGroup, group_of_size
+from popengine.torch_private import bits_of
 
 __all__ = ["all_gather", "all_gather_bytes", "all_reduce", "barrier", "broadcast", "restrict_to_instances"]
 

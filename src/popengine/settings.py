@@ -188,7 +188,7 @@ class Settings:
     products_in_float32: tuple[str, ...] = ()
     anchors: tuple[Anchor, ...] = ()
     replica_groups: dict[str, ReplicaGroups] = field(default_factory=dict)  # by canonical name
-    part: StepPart = StepPart()
+    step_part: StepPart = StepPart()
     places: tuple[Place, ...] = ()  # of each ipu of a replica; (): all ipus are at one place
     spreads: bool = False  # whether further ipus, and the next replicas, are at these places again
     # Of weights and buffers that a process of several of a replica holds already: this process, by canonical name.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import sys
 import weakref
@@ -80,6 +81,16 @@ def storage_id(value: Tensor) -> int:
 def is_aligned(value: Tensor) -> bool:
     """Return whether a tensor begins at a multiple of `ALIGNMENT` bytes, or is not on the CPU."""
     return not value.is_cpu or value.data_ptr() % ALIGNMENT == 0
+
+
+def bits_of(value: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, uint8 [bytes], on its device; without a copy if they lie in order."""
+    return value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def hash_of_bits(value: Tensor) -> str:
+    """Return a hash of the bytes of a tensor's elements."""
+    return hashlib.sha256(bits_of(value.detach().cpu()).numpy().data).hexdigest()
 
 
 def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:

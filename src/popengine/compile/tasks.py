@@ -89,7 +89,7 @@ class _TableWriter:
         self._add_frees()
         if len(self.places) > 1:
             self._add_bounds()
-        if self.trained and self.settings.part.ends_step:
+        if self.trained and self.settings.step_part.ends_step:
             self._add_updates()
         return self._plan()
 

@@ -69,7 +69,7 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
         return f"{draws[0]} draws random numbers without a generator of its own"
     if settings.counts.instances > 1 and settings.training:
         return "several processes exchange gradients"
-    if settings.part.before or not settings.part.ends_step:
+    if settings.step_part.before or not settings.step_part.ends_step:
         return "two plans share the step of an incomplete batch"
     if any(anchor.source == "gradient" for anchor in settings.anchors):
         return "gradients that are returned are divided by the loss scale"

@@ -202,11 +202,6 @@ def keep_for_ever(value: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def bits_of(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements, uint8 [bytes], on its device; without a copy if they lie in order."""
-    return value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 Layout = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset, as `as_strided` takes them
 
 

@@ -26,7 +26,7 @@ from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Tag
 from .instances.consistency import Fingerprint, fingerprint_of_plan, hash_weights, rates_as_texts
 from .instances.process_group import group_of_size
-from .mailbox import Mailbox, ProcessMailbox
+from .mailbox import ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions, Transfers
@@ -53,7 +53,7 @@ class Engine:
         settings: Settings,
         train_state: TrainState,
         find_constants: Callable[[], Mapping[str, Tensor]] = dict,
-        mail: Mailbox | None = None,
+        mail: ProcessMailbox | None = None,
     ) -> None:
         self.plan, self.settings, self.train_state = plan, settings, train_state
         if plan.places:

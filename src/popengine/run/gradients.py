@@ -65,7 +65,7 @@ GradientFunction = Callable[[StepGradients], None]
 
 def gradient_work(settings: Settings) -> list[GradientFunction]:
     """Return the functions that prepare the gradients of a step, in their order."""
-    part, counts, count = settings.part, settings.counts, 1
+    part, counts, count = settings.step_part, settings.counts, 1
     if settings.reduction == "mean":
         count = (part.before + part.weight * counts.accumulation) * counts.global_replicas
     work: list[GradientFunction] = [partial(average, count)]

@@ -5,7 +5,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,41 +57,7 @@ class Arrivals:
             return self._messages.pop(key)
 
 
-class Mailbox(Protocol):
-    """The messages that arrive at a process of several of a replica, and the meetings of these."""
-
-    arrivals: Arrivals
-
-    def begin_step(self) -> None:
-        """Begin a step: from now on messages of the step may arrive."""
-
-    def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
-        """Send values to a place without waiting. The receiver gets equal strides, and the same offset from a multiple
-        of 64 bytes, because kernels choose by both. The values must not change before the next `commit_together`."""
-
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
-        all can, and `take` raises the error."""
-        return self.arrivals.has(key, wake)
-
-    def take(self, key: MessageKey) -> Sequence[Tensor]:
-        """Return the values of a message, and forget it; raise the error if a peer has failed."""
-        return self.arrivals.take(key)
-
-    def sum(self, values: Tensor) -> None:
-        """Sum values over all places, in place. All places must call it."""
-
-    def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
-        """Overwrite each tensor by that of its owner: a place and a local replica. All places must call it."""
-
-    def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait for all places, call `commit`, and wait for all again: an error at one is an error at all."""
-
-    def abort(self, why: str) -> None:
-        """End the waits of all places, which raise an error."""
-
-
-class ProcessMailbox(Mailbox):
+class ProcessMailbox:
     """The mailbox of a process whose replica spans several processes: each message is a header of a fixed size, then
     the memory of each value as it lies. A thread for each peer receives the messages of a step."""
 
@@ -128,7 +93,9 @@ class ProcessMailbox(Mailbox):
             TorchThread(self._receive_messages, self.arrivals, peer, count).start()
 
     def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
-        """Start to send a header, and the memory of each value."""
+        """Start to send a header, and the memory of each value. The receiver gets equal strides, and the same offset
+        from a multiple of 64 bytes, because kernels choose by both. The values must not change before the next
+        `commit_together`."""
         forms, memories = [], list[Tensor]()
         for memory, layout in map(memory_and_layout, values):
             forms.append([str(memory.dtype).partition(".")[2], *layout, len(memory)])
@@ -170,8 +137,17 @@ class ProcessMailbox(Mailbox):
         except BaseException as error:  # whatever it is, the receives raise it
             arrivals.fail(error)
 
+    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
+        all can, and `take` raises the error."""
+        return self.arrivals.has(key, wake)
+
+    def take(self, key: MessageKey) -> Sequence[Tensor]:
+        """Return the values of a message, and forget it; raise the error if a peer has failed."""
+        return self.arrivals.take(key)
+
     def sum(self, values: Tensor) -> None:
-        """Sum values over all processes, in place."""
+        """Sum values over all processes, in place. All must call it."""
         self._norms.all_reduce([values])
 
     def share(self, tensors: Sequence[Tensor], owners: Sequence[tuple[Place, int]]) -> None:
@@ -185,7 +161,8 @@ class ProcessMailbox(Mailbox):
         self._results.broadcast_by_owners([memory for memory, _ in kept], [owner for _, owner in kept])
 
     def commit_together(self, commit: Callable[[], None]) -> None:
-        """Wait until all messages of this process are sent; then commit with all processes."""
+        """Wait until all messages of this process are sent; then commit with all processes: an error in one is an error
+        in all."""
         self._finish_sends()
         self._group.commit_together(commit)
 

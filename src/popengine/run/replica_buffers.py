@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..torch_private import bits_of
 from . import devices
 
 
@@ -30,7 +31,7 @@ class ReplicaBuffers:
                 is_here = replica and has_kept and devices.has_queue(own[key].device)
                 like = value.dtype if is_here else value
                 own[key] = own[key].to(like) if has_kept else value.clone()
-            is_same = (devices.bits_of(self.values[0][key]) == devices.bits_of(value)).all()
+            is_same = (bits_of(self.values[0][key]) == bits_of(value)).all()
             # Without a wait of the host for an accelerator.
             for own in self.values if devices.has_queue(value.device) or not is_same else ():
                 to = own[key].device

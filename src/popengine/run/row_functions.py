@@ -23,7 +23,7 @@ from .backends.eager import Code, FiniteCheck, user_line
 from .call import EngineCall, Stopped
 from .instances.all_reduce import all_gather_rows
 from .instances.connections import Connections, PeerFailed, PeerLost, Tag
-from .mailbox import Mailbox, MessageKey
+from .mailbox import MessageKey, ProcessMailbox
 from .prepared_values import PreparedValues
 from .random_draws import hash_integers
 from .state import State, device_of_place
@@ -45,7 +45,7 @@ class RowFunctions:
         codes: Sequence[Code],
         updates: Updates,
         group: Connections | None,
-        mail: Mailbox | None,
+        mail: ProcessMailbox | None,
         sent: Transfers,
     ) -> None:
         self.plan, self.settings, self.state, self.updates = plan, settings, state, updates
@@ -61,7 +61,7 @@ class RowFunctions:
         # Indices of the results that are gradients: they are divided by the loss scale.
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
         # The factor of each gradient in the sum. A running mean weights its values itself.
-        self._weight = settings.part.weight if settings.reduction == "mean" else 1.0
+        self._weight = settings.step_part.weight if settings.reduction == "mean" else 1.0
         self._checks = FiniteCheck if settings.finite_checks else nullcontext
         weights = (a for a in settings.anchors if a.source in ("weight", "updated"))
         self._anchored_weights = [a for a in weights if self._place_of(a) == self._where.place]
@@ -111,7 +111,7 @@ class RowFunctions:
         """End a step: write the new buffers; without updates hold gradient sums and new buffers."""
         for prepared in self._prepared:
             prepared.clear()
-        if not self.settings.part.ends_step:
+        if not self.settings.step_part.ends_step:
             self.state.hold_sums_and_buffers()
             return
         self.state.end_step()
@@ -198,7 +198,7 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                numbers = self.settings.part.before + micro_batch, global_replica
+                numbers = self.settings.step_part.before + micro_batch, global_replica
                 values.append(self.generators or hash_integers(*state.train_state.random_state, *numbers))
             try:
                 with self._checks():
@@ -312,7 +312,7 @@ class RowFunctions:
         dtypes = {slot.key: slot.dtype for slot in self.plan.partition.signature.parameters_and_buffers}
         added = [(n, k, optimizer.sum_dtype(dtypes[k])) for n, k in _names_and_keys(task, "accumulate")]
         stores = _names_and_keys(task, "store")
-        part, frees = self.settings.part, task.frees
+        part, frees = self.settings.step_part, task.frees
 
         def add(call: EngineCall, micro_batch: int) -> None:
             frame = frames[micro_batch]

@@ -345,7 +345,7 @@ class State:
             new.clear()
             new.update(zip(self._changed, map(values.__getitem__, self._changed), strict=True))
         held = self.train_state.held
-        if held is not None and self.settings.part.before:
+        if held is not None and self.settings.step_part.before:
             self._continue_step(*held)
         self.first_buffers = [dict(new) for new in self.new_buffers]
 

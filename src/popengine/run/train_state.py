@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import Error
-from ..torch_private import can_assign_data
+from ..torch_private import bits_of, can_assign_data
 from . import devices
 from .call import Commit
 from .elsewhere import Mark, is_elsewhere, mark_of, set_mark, swap_memory
@@ -306,4 +306,4 @@ def write(target: Tensor, value: Tensor) -> None:
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bits; unlike `torch.equal` with NaNs."""
-    return torch.equal(devices.bits_of(one), devices.bits_of(other))
+    return torch.equal(bits_of(one), bits_of(other))

@@ -25,7 +25,7 @@ from .devices import join
 from .gradients import IntraOpThreads, StepGradients, divide_, gradient_work
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Connections, Tag
-from .mailbox import Mailbox
+from .mailbox import ProcessMailbox
 from .optimizer_step import run_optimizer_step
 from .random_draws import hash_integers
 from .state import State, Unit
@@ -46,7 +46,7 @@ class Updates:
         settings: Settings,
         states: Sequence[State],
         group: Connections | None,
-        mail: Mailbox | None,
+        mail: ProcessMailbox | None,
         threads_per_operation: int,
     ) -> None:
         self._threads = threads_per_operation
@@ -218,7 +218,7 @@ class Updates:
 
     def end_step(self) -> None:
         """Count a step, and drop its gradient sums, unless another plan ends it."""
-        if self.settings.part.ends_step:
+        if self.settings.step_part.ends_step:
             self._train_state.count_step(self.settings.training)
             self.clear_step()
 

@@ -47,7 +47,7 @@ class Run:
 
     def settings(self, settings: Settings) -> Settings:
         """Return the settings of the run's plan, from those of a complete combined batch."""
-        settings = replace(settings, counts=self.counts, part=self.part)
+        settings = replace(settings, counts=self.counts, step_part=self.part)
         if not self.is_ragged:
             return settings
         # A short step does not fill a pipeline.

@@ -1,6 +1,5 @@
 """The arguments of `compare`: their types, and whether all ranks pass equal ones."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,6 +10,7 @@ from torch import nn
 
 from popengine.errors import Error, user_line
 from popengine.settings import Counts
+from popengine.torch_private import hash_of_bits
 
 from ..nested_values import spec_of, tensors_of
 from .meeting import ranks_text
@@ -76,13 +76,8 @@ def fingerprint(
     named["the batch"] = [(f"tensor {index}", tensor) for index, tensor in enumerate(tensors_of(batch))]
     items = [(argument, text, "") for argument, text in settings.items()]
     for argument, tensors in named.items():
-        items += [(argument, f"{name} {[*t.shape]} {t.dtype}", _hash(t)) for name, t in tensors]
+        items += [(argument, f"{name} {[*t.shape]} {t.dtype}", hash_of_bits(t)) for name, t in tensors]
     return Fingerprint(user_line(), items)
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha1(data.data, usedforsecurity=False).hexdigest()
 
 
 def differing_values(fingerprints: Sequence[Fingerprint]) -> str:

@@ -89,7 +89,7 @@ class World:
 
 
 class MemoryMailbox:
-    """A `popengine.run.mailbox.Mailbox`."""
+    """A `popengine.run.mailbox.ProcessMailbox`, in memory."""
 
     def __init__(self, world, place):
         self.world, self.place = world, place

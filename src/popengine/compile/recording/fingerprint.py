@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...ir import Graph
-from ...torch_private import tree_leaves
+from ...torch_private import hash_of_bits, tree_leaves
 from .graph_recorder import empty_like, is_pure, run_node, sources_of
 from .reads import layout_of
 
@@ -68,5 +68,4 @@ def graph_lines(
 def _text_of_value(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr([_text_of_value(part) for part in value] if isinstance(value, list | tuple) else value)
-    content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{layout_of(value)} {hashlib.sha256(content).hexdigest()}"
+    return f"{layout_of(value)} {hash_of_bits(value)}"

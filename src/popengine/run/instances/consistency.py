@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ir import Plan
 from ...settings import Hyper, Place, Settings
-from ..devices import bits_of
+from ...torch_private import bits_of, hash_of_bits
 
 # Texts by section and name. A section "NAME@SCOPE" is compared among the instances that have it only.
 Fingerprint = Mapping[str, Mapping[str, str]]
@@ -153,7 +153,7 @@ def _constants(plan: Plan) -> dict[str, str]:
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
             value = constants[name]
-            text = str(value.tolist()) if value.numel() <= _LISTED else _hash_of_tensor(value)
+            text = str(value.tolist()) if value.numel() <= _LISTED else hash_of_bits(value)[:12]
             described = f"{tuple(value.shape)} {value.dtype} {text}"
             found[f"{name}, which {line.call} reads at {line.where}"] = described
     return found
@@ -161,7 +161,7 @@ def _constants(plan: Plan) -> dict[str, str]:
 
 def hash_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a hash of each weight's values, by canonical name."""
-    return {key: _hash_of_tensor(value) for key, value in sorted(weights.items())}
+    return {key: hash_of_bits(value)[:12] for key, value in sorted(weights.items())}
 
 
 def hash_of_sample(value: Tensor) -> str:
@@ -204,7 +204,3 @@ def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
 
 def _hash_of_bytes(value: bytes | memoryview) -> str:
     return hashlib.sha256(value).hexdigest()[:12]
-
-
-def _hash_of_tensor(value: Tensor) -> str:
-    return _hash_of_bytes(bits_of(value.detach().cpu()).numpy().data)
