@@ -202,6 +202,10 @@ class State:
         """Return the user's trained parameters of this place that `bind` has found, by canonical name."""
         return {key: self._bound[key][0] for key in self.trained if key in self._bound}
 
+    def has_bound(self, key: str, parameter: Tensor | None) -> bool:
+        """Return whether a parameter is the model's, as `bind` has found it."""
+        return self._bound[key][0] is parameter
+
     def _is_bound(self, key: str, value: Any) -> bool:
         """Return whether `values` are this tensor of the model. Its memory is compared with the present one of the
         bound tensor: `share_memory()` moves both, and the address that they had may be another tensor's now."""

@@ -180,9 +180,12 @@ class Updates:
             train_state.loss_factor.mul_(step.loss_factor)
 
     def _by_name(self, gradients: Mapping[Unit, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of the optimizer's parameters by name: with replica groups a row for each."""
+        """Return the gradients of the optimizer's parameters by name: with replica groups a row for each. One that the
+        program has replaced in the model has none."""
         held = self._train_state.parameters()
-        found = {unit.key: gradient for unit, gradient in gradients.items() if unit.key in held}
+        found = {
+            u.key: g for u, g in gradients.items() if self._state_of[u].has_bound(u.key, held.get(u.key))
+        }
         for key in self.settings.replica_groups.keys() & found.keys():
             rows = self.settings.replica_groups[key].rows
             firsts = (self.settings.sharing_replicas(key, replica)[0] for replica in rows)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from engine_models import Net, captured, enter, graph_of, net, stages
@@ -201,8 +200,7 @@ def test_the_same_graph_and_settings_give_the_same_plan():
 def test_the_plan_is_the_same_in_processes_with_other_hash_seeds(seed):
     # Names were in sets: processes freed values in another order, and "the instances differ at compilation".
     made = "repr(plan_of(0, 0, 0, 0, order='sharded', training=False, iterations=8, accumulation=1).tasks)"
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tests}:{tests / 'compile'}"}
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", f"from test_tasks import plan_of; print({made})"],
         capture_output=True,
