@@ -73,7 +73,7 @@ def _line_of_numpy(ran: Iterable[types.CodeType]) -> str:
     for code in ran:
         line = code.co_firstlineno
         for step in dis.get_instructions(code):
-            line = step.starts_line or line
+            line = (step.positions and step.positions.lineno) or line
             if step.argval in vars(numpy.random) and not str(step.argval).startswith("_"):
                 return f"{code.co_filename}:{line}"
     return "a function that forward calls"

@@ -68,4 +68,6 @@ def graph_lines(
 def _text_of_value(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr([_text_of_value(part) for part in value] if isinstance(value, list | tuple) else value)
+    if value.layout != torch.strided:  # sparse
+        return f"{value.layout} {_text_of_value(value.to_dense())}"
     return f"{layout_of(value)} {hash_of_bits(value)}"
