@@ -100,7 +100,8 @@ def _arguments(kinds: list[Any]) -> str:
         rows.append(f"| {name} | {answer} | {' | '.join(cells)} | {remark} |\n")
     titles = " | ".join(kind.__name__ for kind in kinds)
     return (
-        "\n## Arguments\n\nA cell has the default, or `+` if the default is None or False (of `bias_correction`: "
+        "\n## Arguments\n\nAs an attribute, `max_grad_norm` works on each of them.\n"
+        "A cell has the default, or `+` if the default is None or False (of `bias_correction`: "
         "True).\nAn optimizer does not have an argument with an empty cell. None always stands for the default.\n\n"
         f"| name | answer | {titles} | here |\n|---|---|{'---|' * len(kinds)}---|\n{''.join(rows)}"
     )

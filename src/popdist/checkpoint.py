@@ -27,6 +27,7 @@ from popengine.environment import CHECKPOINTS, read_launch
 from popengine.errors import without_internal_frames
 from poptorch.data.loader_state import random_state, set_random_state
 from poptorch.executor.executable_file import set_training_state, training_state
+from poptorch.executor.executor import PoplarExecutor
 from poptorch.logs import logger
 
 from . import checkpoint_files as files
@@ -51,6 +52,12 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2) -> None:
+        for name, value in {"every": every, "keep": keep}.items():
+            if not isinstance(value, int):
+                raise TypeError(
+                    f"popdist.Checkpoint: {name} is an int; found {value!r:.60}\n"
+                    "  fix: popdist.Checkpoint(folder, every=100); then checkpoint.restore(trainer, loader)"
+                )
         if every < 0 or keep < 1:
             raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
         self._directory, self._calls_between, self._keep = Path(directory).absolute(), every, keep
@@ -92,6 +99,11 @@ class Checkpoint:
         Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
             or, with several instances, if `popdist.init()` was not called
         """
+        if not isinstance(model, PoplarExecutor):
+            raise TypeError(
+                f"popdist.Checkpoint.restore takes an executor; found a {type(model).__name__}\n"
+                "  fix: checkpoint.restore(trainer, loader), with what poptorch.trainingModel returns"
+            )
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds

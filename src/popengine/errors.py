@@ -2,11 +2,13 @@
 
 import difflib
 import functools
+import inspect
 import os
+import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import FrameType, FunctionType, MappingProxyType, TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
@@ -90,19 +92,22 @@ def user_line(error: BaseException | None = None) -> str:
 @overload
 def without_internal_frames(function: type[R]) -> type[R]: ...
 @overload
-def without_internal_frames(function: Callable[P, R]) -> Callable[P, R]: ...
-def without_internal_frames(function: Any) -> Any:
-    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises. Of a
-    class, replace its constructor, its properties and its public methods by such wrappers, and return the class."""
+def without_internal_frames(function: Callable[P, R], text: str | None = None) -> Callable[P, R]: ...
+def without_internal_frames(function: Any, text: str | None = None) -> Any:
+    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises. If the
+    arguments do not fit, the error has the first example of `text`, by default the docstring. Of a class, replace its
+    constructor, its properties and its public methods by such wrappers, and return the class."""
     if isinstance(function, type):
         for base in filter(_is_ours, function.__mro__):
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
-                    setattr(base, name, without_internal_frames(member))
+                    example = f"{base.__doc__ if name == '__init__' else member.__doc__}"
+                    setattr(base, name, without_internal_frames(member, example))
                 elif isinstance(member, property) and member.fget is not None:
                     setattr(base, name, member.getter(without_internal_frames(member.fget)))
     if isinstance(function, type) or function in _wrappers:
         return function
+    example = re.search(r">>> (.*)", text or function.__doc__ or "")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,11 +115,22 @@ def without_internal_frames(function: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, TypeError) and example and not _fits(function, args, kwargs):
+                error.add_note(f"  fix: {example[1]}")
             hide_internal_frames(error)
             raise
 
     _wrappers.add(call)
     return call
+
+
+def _fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_ours(kind: type) -> bool:

@@ -47,7 +47,8 @@ def find_profiles(path: Path) -> list[Path]:
     found.sort(key=lambda one: one.parent.name != "training")
     if not path.exists():
         raise ProfileError(
-            f"there is no file or folder {path}\n  fix: the folder of options.enableProfiling(folder)"
+            f"there is no file or folder {path}\n  fix: the folder of options.enableProfiling(folder), which the"
+            " program writes at its end, or at trainer.detachFromDevice()"
         )
     if not found:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):

@@ -68,8 +68,8 @@ def machine_sentence(figures: Figures) -> str:
     if share >= _FREE:
         return f"This program got {share:.0%} of its cores while it computed."
     return (
-        f"The machine was busy: this program got {share:.0%} of a core. The costs of stages, blocks and operations are"
-        " processor time; throughput and the trace of these cores include the waits."
+        f"The machine was busy: this program got {share:.0%} of the time of its cores. The costs of stages, blocks"
+        " and operations are processor time; throughput and the trace of these cores include the waits."
     )
 
 

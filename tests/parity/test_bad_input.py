@@ -462,7 +462,7 @@ MISTAKES = {  # of the first hour: the end of the message
     ),
     "compare without options": (
         lambda: poptorch.testing.compare(MODEL, torch.zeros(2, 4), OPTIONS),
-        "fix: compare(model, options, batch, optimizer, update=...)",
+        "fix: compare(model, options, batch, optimizer, update=...), where a batch is one tuple",
     ),
     "split without a number": (lambda: poptorch.split(MODEL, "2"), "split takes an int from 1; found '2'"),
     "annotate without a model": (
@@ -477,6 +477,27 @@ MISTAKES = {  # of the first hour: the end of the message
     "a block without parentheses": (
         block_without_parentheses,
         'fix: with poptorch.Block("name", ipu_id=0):',
+    ),
+    "marks in a list": (
+        lambda: poptorch.annotate(MODEL, [0]),
+        "annotate: marks takes a dictionary; found [0]",
+    ),
+    "an optimizer of a model": (lambda: poptorch.optim.AdamW(MODEL), "fix: model.parameters()"),
+    "a checkpoint of a model": (
+        lambda: popdist.Checkpoint("folder", MODEL),
+        "fix: popdist.Checkpoint(folder, every=100); then checkpoint.restore(trainer, loader)",
+    ),
+    "a checkpoint restored into a model": (
+        lambda: popdist.Checkpoint("folder").restore(MODEL),
+        "fix: checkpoint.restore(trainer, loader), with what poptorch.trainingModel returns",
+    ),
+    "a batch that is no tuple": (
+        lambda: poptorch.describe(MODEL, OPTIONS, *TENSORS),
+        "fix: print(poptorch.describe(model, options, (images, labels)))",
+    ),
+    "an ipu as an argument of a stage": (
+        lambda: poptorch.Stage("first", ipu=0),
+        'fix: stages = [poptorch.Stage("embedding", "layer0").ipu(0), poptorch.Stage("layer1").ipu(1)]',
     ),
     "a report of a number": (
         lambda: poptorch.Report(3),
@@ -519,7 +540,7 @@ def test_a_mistake_of_the_first_hour_shows_what_to_write_and_no_frame_of_ours(mi
     wrong, end = MISTAKES[mistake]
     with pytest.raises(Exception) as caught:
         wrong()
-    text = str(caught.value)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert text.endswith(end), text
     files = [entry.filename for entry in traceback.extract_tb(caught.value.__traceback__)]
     assert {*files} <= {__file__}, files

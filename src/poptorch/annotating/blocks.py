@@ -243,6 +243,7 @@ def annotate(
             name or range names a module of an earlier key; a module begins a block already; the counts fit no stack
     """
     checked("annotate", model, nn.Module, Error)
+    checked("annotate: marks", {} if marks is None else marks, dict, Error)
     if bool(marks) == bool(layers_per_ipu):
         raise Error(
             "poptorch.annotate takes either marks or layers_per_ipu\n"

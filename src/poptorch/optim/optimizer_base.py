@@ -129,6 +129,8 @@ class Optimizer:
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class, and set the other declared attributes. None: omitted. Given rates are variable."""
         given = {name: value for name, value in arguments.items() if value is not None}
+        if isinstance(given.get("params"), torch.nn.Module):
+            raise TypeError("an optimizer takes parameters, and not the model\n  fix: model.parameters()")
         for name, dtype in given.items():
             if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
                 raise AssertionError(

@@ -24,7 +24,7 @@ def made(monkeypatch, size, least=None, replicas=1):
         shard_optimizer=least,
     )
     plan = compile_graph(graph_of(), settings)
-    train_state = train_state_of(net().state_dict(), dict(net().named_parameters()))
+    train_state = train_state_of(net().state_dict(), dict(net().named_parameters()), replicas=replicas)
     state = State(plan, settings, train_state, *all_devices(plan, settings))
     return state, [b for t in plan.tasks if t.kind == "exchange" for b in buckets_of(plan, t.piece, [state])]
 
