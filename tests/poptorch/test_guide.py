@@ -80,14 +80,16 @@ def run_as_python(block, page, module):
 
 
 @pytest.fixture
-def same_threads_after():
-    threads = torch.get_num_threads()
+def same_process_after():
+    threads, environment = torch.get_num_threads(), dict(os.environ)
     yield
     torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.mark.kind("a guide page")
-@pytest.mark.usefixtures("same_threads_after")
+@pytest.mark.usefixtures("same_process_after")
 @pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
 def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
