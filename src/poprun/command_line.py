@@ -205,7 +205,7 @@ class _Parser(CommandParser):
         meant = [full for full in known if name.startswith("--") and full.startswith(name)]
         if len({id(known[full]) for full in meant}) == 1:
             return known[meant[0]]
-        if name in ("-n", "-np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
+        if name in ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
             self.error(f"unknown option {name}\n  fix: --num-instances N --num-replicas N")
         if meant:
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
