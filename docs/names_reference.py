@@ -1,6 +1,6 @@
-"""The signatures in docs/reference/names.md, made from the code: `make reference` writes the page again.
+"""The signatures in docs/reference/names.md and executor.md, made from the code: `make reference` writes them again.
 
-The page's other texts are written by hand.
+The other texts of these pages are written by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "reference" / "names.md"
+PAGES = [Path(__file__).parent / "reference" / name for name in ("names.md", "executor.md")]
 _LONGEST = 90  # characters of a signature; what follows is "..."
 _NOT_CALLED = (
     "PoplarExecutor",
@@ -21,10 +21,10 @@ _NOT_CALLED = (
 )  # classes that only Pando makes objects of
 
 
-def page() -> str:
-    """Return the text of the page, with the present signatures."""
+def page(path: Path) -> str:
+    """Return the text of a page, with the present signatures."""
     lines, space = [], ""
-    for line in PAGE.read_text().splitlines(keepends=True):
+    for line in path.read_text().splitlines(keepends=True):
         if line.startswith("## "):
             heading = re.fullmatch(r"## `(?!lightning)([\w.]+)`", line.strip())
             space = heading[1] if heading else ""
@@ -51,4 +51,5 @@ def _call(space: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path in PAGES:
+        path.write_text(page(path))

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -35,6 +36,8 @@ from poptorch.data.loader_process import (
 )
 from poptorch.data.loader_state import LoaderState, state_after_break
 from poptorch.enums import DataLoaderMode, SharingStrategy, member_by_name
+from poptorch.logs import logger
+from poptorch.nested_values import tensors_of
 
 
 class FetcherError(DataError, AssertionError):
@@ -60,6 +63,8 @@ class AsynchronousDataAccessor:
         sharing_strategy: how the dataset gets to the worker process
         rebatched_size: regroup the rows into batches of this size; an incomplete last batch is left out
     """
+
+    _may_warn = True
 
     def __init__(
         self,
@@ -87,6 +92,10 @@ class AsynchronousDataAccessor:
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False
+        self._yielded: list[list[weakref.ref]] = [
+            [],
+            [],
+        ]  # the tensors of the batch before the latest, and of that one
         self._state: bytes | None = None  # of a poptorch.DataLoader after the latest batch, pickled
         if hasattr(dataset, "_progress"):
             self._state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
@@ -122,7 +131,20 @@ class AsynchronousDataAccessor:
         for slot in self._slots_to_release:
             self._send_message(slot)
         self._slots_to_release, self._needs_restart = [message.slot], True
-        return SlotUnpickler(message.content, self._memory[message.slot]).load()
+        self._warn_of_kept_batch()
+        batch = SlotUnpickler(message.content, self._memory[message.slot]).load()
+        self._yielded = [self._yielded[1], [*map(weakref.ref, tensors_of(batch))]]
+        return batch
+
+    def _warn_of_kept_batch(self) -> None:
+        """Warn, once, if a tensor of the batch before the latest is still in use. A loop's variable has the latest one
+        until the next one is there."""
+        if self._may_warn and any(tensor() is not None for tensor in self._yielded[0]):
+            self._may_warn = False
+            logger.warning(
+                "a batch of an asynchronous loader is kept, and its memory holds another batch now\n"
+                "  fix: keep copies, tensor.clone()"
+            )
 
     def _loader_state(self) -> LoaderState:
         """Return the state of the worker's poptorch.DataLoader after the latest batch that was taken."""

@@ -79,6 +79,17 @@ def test_batches_are_views_of_shared_memory_that_are_used_again():
     assert batch.tolist() == [7, 7]  # the last one is in the user's hands until the next epoch
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_batches_that_are_kept_without_a_copy_are_one_warning(caplog, keeps):
+    accessor = forked([torch.tensor([n]) for n in range(8)])
+    kept = [batch if keeps else batch.clone() for batch in accessor]
+    lines = [record.getMessage() for record in caplog.records if "is kept" in record.getMessage()]
+    assert (
+        len(kept) == 8
+        and [line.rpartition("fix: ")[2] for line in lines] == ["keep copies, tensor.clone()"] * keeps
+    )
+
+
 def test_epochs_follow_each_other():
     accessor = forked([torch.tensor([n]) for n in range(3)])
     for _ in range(3):
