@@ -85,7 +85,10 @@ def is_aligned(value: Tensor) -> bool:
 
 def bits_of(value: Tensor) -> Tensor:
     """Return the bytes of a tensor's elements, uint8 [bytes], on its device; without a copy if they lie in order."""
-    return value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of one element
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def hash_of_bits(value: Tensor) -> str:

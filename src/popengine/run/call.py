@@ -76,7 +76,8 @@ class ResultBuffer:
 
     def finish_transfers(self) -> None:
         """Store the rows from other devices."""
-        for row, transfer in self._coming:
+        coming, self._coming = self._coming, []
+        for row, transfer in coming:
             self._store(row, transfer.finish())
 
     def add_step(self, iteration: int, step: ResultBuffer, replicas: Collection[int]) -> None:
@@ -178,6 +179,7 @@ class Results:
         """Set the results with the mode "sum" to those of an earlier part of the call."""
         for buffer, before in zip(self._outputs, earlier._outputs, strict=True):
             if buffer._mode == "sum":
+                before.finish_transfers()  # else they would be added after those of later steps
                 buffer.values.copy_(before.values)
 
     def anchor_values(self, anchor: Anchor) -> Tensor:

@@ -51,6 +51,7 @@ def run_optimizer_step(
     is_narrow = bool(state_types) or any(value.dtype in _HALF for value in updated.values())
     known = known_step(optimizer)
     may_write = known is None or not isinstance(optimizer, _READING) or any(g.get("nesterov") for g in groups)
+    unfused = list[Any]()
     # Outside of inference mode, as in a plain loop: else new states and weights could not be written there.
     with torch.inference_mode(False), torch.set_grad_enabled(known is None):
         try:
@@ -61,9 +62,17 @@ def run_optimizer_step(
                     gradient = gradients.get(name)
                     if gradient is not None and gradient.dtype != parameter.dtype:
                         gradient = gradient.to(parameter.dtype)
+                    if gradient is not None and gradient.stride() != parameter.stride():
+                        # As autograd leaves it: fused steps read parameter and gradient in the order of their memory.
+                        gradient = torch.empty_like(parameter).copy_(gradient)
                     if gradient is not None and may_write:
                         gradient = _as_normal_tensor(gradient)
                     parameter.grad = gradient
+                unfused = [
+                    group for group in groups if group.get("fused") and not _in_order(optimizer, group)
+                ]
+                for group in unfused:
+                    group["fused"] = False
                 if known is not None:
                     known(optimizer)
                 else:
@@ -71,7 +80,23 @@ def run_optimizer_step(
         finally:
             for parameter, gradient in zip(parameters.values(), kept_grads, strict=True):
                 parameter.grad = gradient
+            for group in unfused:
+                group["fused"] = True
             _restore_rates(groups, kept_rates, hyper)
+
+
+def _in_order(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Return whether the parameters of a group lie without gaps, and their gradients and states in the same order: as
+    torch's fused kernels read them, without a check. A parameter that is a view of the user's memory may not."""
+    for parameter in group["params"]:
+        states = (state for state in optimizer.state.get(parameter, {}).values() if isinstance(state, Tensor))
+        values = [parameter, parameter.grad, *(state for state in states if state.shape == parameter.shape)]
+        if parameter.grad is None or all(value.is_contiguous() for value in values):
+            continue
+        dense = torch.empty_like(parameter, device="meta").stride()
+        if any(value.stride() != dense for value in values):
+            return False
+    return True
 
 
 def _restore_rates(groups: Any, before: Sequence[Mapping[str, Any]], hyper: Hyper) -> None:
