@@ -146,7 +146,7 @@ def test_a_sentence_says_how_busy_the_machine_was():
 
     assert machine_sentence(Figures(computing(1))) == "This program got 100% of its cores while it computed."
     text = machine_sentence(Figures(computing(0.25)))
-    assert text.startswith("The machine was busy: this program got 25% of a core.")
+    assert text.startswith("The machine was busy: this program got 25% of the time of its cores.")
     assert "costs of stages, blocks and operations are processor time" in text
     assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
     assert page_data(Figures(computing(0.25)))["figures"]["about"] == [text]
