@@ -60,7 +60,8 @@ class Checkpoint:
                 )
         if every < 0 or keep < 1:
             raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
-        self._directory, self._calls_between, self._keep = Path(directory).absolute(), every, keep
+        self._calls_between, self._keep = every, keep
+        self._directory = Path(os.fspath(directory)).absolute()
         existing = next(path for path in (self._directory, *self._directory.parents) if path.exists())
         if not existing.is_dir():
             raise NotADirectoryError(

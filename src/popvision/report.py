@@ -6,6 +6,7 @@ terminal, and the class that notebooks display as a page.
 
 import html
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -191,7 +192,7 @@ class Report:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(os.fspath(folder))
 
     def _profiles(self) -> dict[str, Profile]:
         """Return the profiles, read anew, by the names of their folders."""
