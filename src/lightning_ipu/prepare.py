@@ -73,7 +73,7 @@ def reading_accumulation(undo: ExitStack, trainer: Any, package: str) -> None:
         if value != given:
             raise RuntimeError(_FIXED_ACCUMULATION)
 
-    # A class of Lightning's module, not of this one, whose objects forward may read without a note.
+    # Of Lightning's module: a recording of forward does not compare what it reads from objects of Pando's classes.
     names = {"__module__": kind.__module__, "accumulate_grad_batches": property(read, write)}
     trainer.__class__ = type(kind.__name__, (kind,), names)
     undo.callback(setattr, trainer, "__class__", kind)

@@ -101,11 +101,12 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
         for base in filter(_is_ours, function.__mro__):
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
-                    example = f"{base.__doc__ if name == '__init__' else member.__doc__}"
-                    setattr(base, name, without_internal_frames(member, example))
+                    text = base.__doc__ if name == "__init__" else None
+                    setattr(base, name, without_internal_frames(member, text))
                 elif isinstance(member, property) and member.fget is not None:
                     setattr(base, name, member.getter(without_internal_frames(member.fget)))
-    if isinstance(function, type) or function in _wrappers:
+        return function
+    if function in _wrappers:
         return function
     example = re.search(r">>> (.*)", text or function.__doc__ or "")
 

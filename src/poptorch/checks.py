@@ -9,13 +9,15 @@ from popengine.errors import did_you_mean
 
 T = TypeVar("T")
 _WORDS: dict[Any, str] = {
-    **{bool: "a bool", int: "an int", float: "a float", int | float: "a number", str: "a string"},
-    **{
-        nn.Module: "a torch.nn.Module",
-        list: "a list of strings",
-        dict: "a dictionary",
-        float | int | str: "a float, an int or a string",
-    },
+    bool: "a bool",
+    int: "an int",
+    float: "a float",
+    int | float: "a number",
+    str: "a string",
+    float | int | str: "a float, an int or a string",
+    list: "a list of strings",
+    dict: "a dictionary",
+    nn.Module: "a torch.nn.Module",
 }
 
 

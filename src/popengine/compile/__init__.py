@@ -42,10 +42,8 @@ def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
     whole = "poprun --num-instances with at most as many instances as replicas"
     count = "as many ipus in ipus_per_replica as the model uses"
     if is_one_process:
-        whole, count = (
-            "options.device() with one device",
-            f"options.device() with a device for each of {most + 1} ipus",
-        )
+        whole = "options.device() with one device"
+        count = f"options.device() with a device for each of {most + 1} ipus"
     gathers = any(piece.gather_group_size for piece in partition.pieces)
     reasons = (  # whether it is so, why, fix
         (

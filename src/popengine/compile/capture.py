@@ -111,9 +111,8 @@ class _RecordedForward:
     lines: dict[str, str]  # by path of a read, the user's line that has changed it
     draws: dict[str, str]  # by the user's line, what it has drawn
     containers: list[tuple[Any, str]]  # that forward and hooks have read, and these hooks, with their paths
-    left: list[
-        tuple[StoredValue, Tensor | None]
-    ]  # that forward has stored, if it has changed reads; constants
+    # Fake tensors that forward has stored, if it has changed reads, with the values of constants.
+    left: list[tuple[StoredValue, Tensor | None]]
     reshaped: dict[str, Tensor]  # tensors of other shapes or dtypes that forward has assigned to buffers
     made: list[tuple[MadeBuffer, Tensor | None]]  # with the values of constants
 

@@ -190,12 +190,13 @@ def _flow_back_error(
         if n.meta.get("phase") == "F" and n.meta["block"] is not None
     ]
     stages = [stage for stage, _ in groupby(placement.stage_of[block] for block in blocks)]
-    fix = (
-        "give the later part a block and a stage of its own; that stage may be on the same ipu:"
-        f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
-    )
     if len(stages) == len(set(stages)):  # the data passes each stage once
         fix = f"list the stages in the order of the data: {'; '.join(placement.names[stage] for stage in stages)}"
+    else:
+        fix = "give the later part a block and a stage of its own; that stage may be on the same ipu:"
+        fix += (
+            f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
+        )
     return PartitionError(
         f"a value flows back from stage {maker[1]} (blocks {placement.names[maker[1]]}) to stage {user[1]} (blocks"
         f" {placement.names[user[1]]}): in a pipeline stage numbers must not decrease along the data\n"

@@ -191,16 +191,14 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         unknown = set() if takes_any else kwargs.keys() - signature.parameters.keys()
         missing = re.search(r"missing a required .*'(\w+)'", str(error))
         if missing and not unknown:
-            is_one_list = len(args) == 1 and isinstance(args[0], list | tuple) and not kwargs
+            fix = f"pass {missing[1]}, as a combined batch of all micro-batches"
+            if len(args) == 1 and isinstance(args[0], list | tuple) and not kwargs:
+                fix = "model(*batch)"
             raise MissingArgument(
                 f"Mandatory parameter {missing[1]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional argument{'s' * (len(args) != 1)}"
                 f"{f' and {sorted(kwargs)}' if kwargs else ''}\n"
-                + (
-                    "  fix: model(*batch)"
-                    if is_one_list
-                    else f"  fix: pass {missing[1]}, as a combined batch of all micro-batches"
-                )
+                f"  fix: {fix}"
             ) from None
         names = (f"{name!r}{did_you_mean(name, signature.parameters)}" for name in sorted(unknown))
         what = f"unknown arguments {', '.join(names)}" if unknown else error

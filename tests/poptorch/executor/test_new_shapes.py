@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from executor_models import recordings
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -97,10 +98,8 @@ def assert_equal(model, twin, exact=True):
 @pytest.fixture
 def compilations():
     """An item for each compilation in the test."""
-    found = []
-    handle = poptorch.registerPreCompileHook(lambda: found.append(1))
-    yield found
-    handle.remove()
+    with recordings() as found:
+        yield found
 
 
 STRATEGIES = {
