@@ -128,9 +128,11 @@ def record(words: list[str]) -> None:
     scripts = Path(__file__).parent
     paths = os.pathsep.join([str(scripts / "recording"), str(ROOT / "src"), str(scripts)])
     command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "mutants", *words]
-    subprocess.run(
+    tested = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "PANDO_RECORD": str(BUILD / "main")}
     )
+    if tested.returncode not in (0, 1):  # 1: a test fails, which then kills no change
+        raise SystemExit(tested.returncode)
     calls = defaultdict(set)
     for path in BUILD.glob("*.txt"):
         for line in path.read_text().splitlines():
@@ -224,8 +226,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("words", nargs="*", help="words for pytest: files, -n 3")
+    commands.add_parser("record", help="further words are pytest's: files, -n 3")
     running = commands.add_parser("run")
     running.add_argument(
         "files", nargs="*", default=[ROOT / "src"], help="files and folders to change: all of src"
@@ -234,9 +235,11 @@ def main() -> None:
     running.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="by default one a day")
     running.add_argument("--seconds", type=float, default=60, help="CPU seconds of tests for each change")
     running.add_argument("--limit", type=float, default=600, help="seconds, after which tests that hang end")
-    given, others = parser.parse_known_args()
+    given, words = parser.parse_known_args()
     if given.command == "record":
-        record([*given.words, *others])
+        record(words)
+    elif words:
+        parser.error(f"unknown arguments: {' '.join(words)}")
     else:
         run(given.files, given.count, given.seed, given.seconds, given.limit)
 
