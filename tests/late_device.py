@@ -497,15 +497,13 @@ def _write(target, source):
 def _start(home, func, args, kwargs):
     """Queue a kernel, and return its results: new tensors, in which nothing is written yet."""
     raw_args, raw_kwargs = tree_map(raw_of, (args, kwargs))
+    arguments = _arguments_of(home, raw_args, raw_kwargs)  # `_layouts_of` draws from generators
     layouts = _layouts_of(func, raw_args, raw_kwargs)
     if layouts is None:  # they depend on the values
         home.wait(f"shapes of {func}")
         return tree_map(functools.partial(_uploaded, home), func(*raw_args, **raw_kwargs))
     made = tree_map(lambda one: allocate(*one.key, home) if isinstance(one, _Layout) else one, layouts)
-    targets, arguments = (
-        [raw_of(value) for value in tree_leaves(made)],
-        _arguments_of(home, raw_args, raw_kwargs),
-    )
+    targets = [raw_of(value) for value in tree_leaves(made)]
 
     def kernel():
         late_args, late_kwargs = arguments()
@@ -670,6 +668,15 @@ for _name in torch._C._dispatch_get_all_op_names():
             _packet, _, _overload = _operation.partition(".")
             _func = getattr(getattr(aten, _packet), _overload or "default")
             _kernels_library.impl(_name, functools.partial(run, _func), "PrivateUse1")
+
+
+def _dropout_kernel(value, chance, generator):
+    """Run the kernel that CPUs lack, with the bits of `native_dropout` there."""
+    kept = torch.empty_like(value).bernoulli_(chance, generator=generator)
+    return value * kept / chance, kept.to(torch.uint8)
+
+
+_kernels_library.impl("_fused_dropout", _dropout_kernel, "CPU")
 for _name, _function in (
     ("convolution_overrideable", functools.partial(run, aten.convolution.default)),
     ("convolution_backward_overrideable", _convolve_backward),

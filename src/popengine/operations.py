@@ -184,8 +184,8 @@ FUSED_CALLS = tuple(f"popengine.{name}{end}.default" for name in _FUSED for end 
 
 
 class FusedFunctions(TorchFunctionMode):
-    """A mode in which attention and recurrent layers are one operation each, for which a device runs torch's fused
-    kernels. With dropout inside of them, or a mask that is trained, they are recorded as many operations."""
+    """A mode in which attention, recurrent layers and dropout are one operation each, for which a device runs torch's
+    fused kernels. Layers with dropout inside, or a mask that is trained, are recorded as many operations."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = None
@@ -193,6 +193,8 @@ class FusedFunctions(TorchFunctionMode):
             found = _record_attention(*args, **(kwargs or {}))
         elif name := next((name for name, each in _RECURRENT.items() if each is function), None):
             found = _record_recurrent(name, *args)
+        elif function is functional.dropout:
+            found = _record_dropout(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {})) if found is None else found
 
 
@@ -217,6 +219,13 @@ def _record_attention(
         tensors = [each.to(dtype) if each.is_floating_point() else each for each in tensors]
     others = [float(is_causal), math.nan if scale is None else scale, float(enable_gqa)]
     return torch.ops.popengine.attention(tensors, others)[0]
+
+
+def _record_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor | None:
+    """Call `native_dropout`, whose mask has a byte for an element; return None if torch's function is to be called."""
+    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 and not inplace else None
 
 
 def _record_recurrent(name: str, data: Tensor, hidden: Any, weights: Any, *others: Any) -> Any:

@@ -70,6 +70,9 @@ def draw(
         value, chance, train = args
         if train is False or chance == 0:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
+        if device.type != "cpu" and chance < 1:  # one kernel
+            made, kept = aten._fused_dropout(value, 1 - chance, generator=random)
+            return made, kept.view(torch.bool)
         kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
         return value * kept / (1 - chance), kept.bool()
     func = _with_generator(func)

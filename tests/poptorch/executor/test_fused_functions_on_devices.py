@@ -1,4 +1,4 @@
-"""Attention and recurrent layers on an accelerator: one operation, for which torch chooses kernels of the device."""
+"""Attention, recurrent layers and dropout on an accelerator: one operation, for which a device has kernels."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def trained(device, make=Attention, **options):
     lines = [line.call for piece in trainer._plans.executable.plan.partition.pieces for line in piece.lines]
     weights = [value.detach().clone() for value in model.parameters()]
     trainer.destroy()
-    return results, weights, [call for call in lines if call in FUSED_CALLS]
+    return results, weights, [call for call in lines if call in FUSED_CALLS or "dropout" in call]
 
 
 OPTIONS = {
@@ -105,6 +105,33 @@ def test_a_recurrent_layer_is_one_operation_and_trains_as_on_the_cpu(kind, optio
         assert calls == [f"popengine.{name}.default", f"popengine.{name}_backward.default"]
         assert late[0].replays == 3
     torch.testing.assert_close(found, [*trained("cpu", Recurrent, kind=kind, **options)[:2]])
+
+
+class Dropout(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.Dropout(**options))
+
+    def forward(self, x, labels):
+        output = self.layers(x).mean(1)
+        return output, functional.cross_entropy(output, labels)
+
+
+def test_dropout_is_one_operation_with_the_bits_of_the_cpu(monkeypatch):
+    with late_devices(monkeypatch) as late:
+        *found, calls = trained("cuda", Dropout)
+        assert calls == ["aten.native_dropout.default", "aten.native_dropout_backward.default"]
+        assert late[0].replays == 3
+    for ours, theirs in zip(found, trained("cpu", Dropout)[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"inplace": True}, {"p": 0.0}, {"p": 1.0}], ids=str)
+def test_dropout_in_place_or_of_none_or_all_elements_is_torchs(options, monkeypatch):
+    with late_devices(monkeypatch):
+        *found, calls = trained("cuda", Dropout, **options)
+        assert calls == []
+    torch.testing.assert_close(found, [*trained("cpu", Dropout, **options)[:2]])
 
 
 def test_dropout_between_recurrent_layers_is_recorded_as_operations_of_each_time_step(monkeypatch):
