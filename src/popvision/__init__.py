@@ -1,4 +1,4 @@
-"""Views of profiles: figures (`analysis`), text, pages for a browser, comparisons, traces for other tools.
+"""Views of profiles: figures (`analysis`), text, pages for a browser, comparisons.
 
 Imports only those modules of popengine that don't load torch.
 """

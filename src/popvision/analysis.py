@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -91,7 +91,6 @@ class Figures:
             place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
             self.bubble_measured = times.measured_bubble(whole, place_of)
         self.step_apart, self.bubble_apart, self.device_usages, runs = None, None, [], []
-        self.schedules: list[dict[str, Any]] = []  # the same step in the order of each schedule
         self.step_here = None  # on these cores, if none of them waited
         step = virtual.DeviceStep.of(profile, costs, updates)
         if computed and step.is_known:
@@ -99,7 +98,6 @@ class Figures:
             self.step_here = replicas * step.work / max(1, facts.get("threads", 1)) / 1e9
             self.device_usages = times.ipu_usages(self.stages, step.micro_batches, step.ns)
             runs = step.runs(profile, costs)
-            self.schedules = [_schedule_entry(profile, one, costs) for one in virtual.other_schedules(step)]
         self.devices = replace(profile, runs=tuple(runs))
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
@@ -115,20 +113,6 @@ class Figures:
         self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
         self.host = _host_seconds(profile)
-
-
-def _schedule_entry(profile: Profile, step: virtual.DeviceStep, costs: Mapping[int, float]) -> dict[str, Any]:
-    """Return what the page compares of a step on separate devices: the name of its order, its ns, its bubble, the most
-    activations of an ipu in bytes (None: not recorded), and the rows of its runs."""
-    runs = step.runs(profile, costs, most=600)
-    held = [need.activations for need in memory.memory_needs(profile, runs) if need.activations is not None]
-    return {
-        "name": step.order,
-        "ns": step.ns,
-        "bubble": step.bubble,
-        "activations": max(held, default=None),
-        "rows": runs,
-    }
 
 
 def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:

@@ -1,7 +1,6 @@
-"""The program `popvision`, which opens, prints and compares reports, and exports traces."""
+"""The program `popvision`, which opens, prints and compares reports."""
 
 import argparse
-import gzip
 import os
 import sys
 import webbrowser
@@ -13,7 +12,6 @@ from popengine.environment import pando_version
 from popengine.errors import did_you_mean
 from popengine.profile import ProfileError
 
-from . import chrome
 from .joined import load
 from .report import find_profiles, summary, write_comparison, write_report
 
@@ -70,8 +68,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("other", type=Path, metavar="OTHER", help="the other run's folder")
     add("--output", **page, default=Path("comparison.html"), help="the page to write (comparison.html)")
     add("--open", action="store_true", help="open the page in a browser")
-    file = "the file to write: JSON, compressed if it ends in .gz"
-    parsers["export"].add_argument("trace", type=Path, metavar="TRACE", help=file)
     return parser
 
 
@@ -103,20 +99,8 @@ def _compare_reports(args: argparse.Namespace) -> None:
     _print_and_open(args.output, args.open)
 
 
-def _export_trace(args: argparse.Namespace) -> None:
-    text = chrome.chrome_trace([load(path) for path in find_profiles(args.report)]).encode()
-    try:
-        args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
-    except OSError as error:
-        raise ProfileError(
-            f"can't write {args.trace}: {error.strerror}\n  fix: a file in a folder that exists"
-        ) from None
-    print(args.trace)
-
-
 _COMMANDS = {
     "report": (_write_and_open_report, "open a report in a browser"),
     "summary": (_print_summary, "print a report's figures"),
     "compare": (_compare_reports, "compare two runs"),
-    "export": (_export_trace, "write a trace for Perfetto or chrome://tracing"),
 }

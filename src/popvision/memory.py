@@ -1,7 +1,7 @@
 """Memory: the bytes that each ipu keeps from step to step, and those that it holds for micro-batches."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -95,26 +95,19 @@ def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operat
     return found
 
 
-def transfers(profile: Profile, runs: Sequence[TaskRun]) -> Iterator[tuple[TaskRun, TaskRun, int]]:
-    """Yield (sender's run, receiver's run, bytes) of each value that another ipu of the replica computed."""
-    found = {(run.call, run.step, run.replica, run.task, run.micro_batch): run for run in runs}
-    moves = [(row, task, part) for row, task, part in profile.moves() if task.phase]
-    senders = {(part.channel, part.peer): (row, part.bytes) for row, _, part in moves if part.kind == "send"}
-    of_task = defaultdict(list)
-    for row, task, part in moves:
-        if part.kind == "receive" and (part.channel, task.ipu) in senders:
-            of_task[row].append(senders[part.channel, task.ipu])
-    for run in runs:
-        for sender, size in of_task[run.task]:
-            source = found.get((run.call, run.step, run.replica, sender, run.micro_batch))
-            if source is not None:
-                yield source, run, size
-
-
 def peak_bytes_in_transit(profile: Profile, runs: Sequence[TaskRun]) -> dict[int, int]:
     """Return, by ipu for which a value waited, the most bytes that were sent to it and not received yet."""
+    run_of = {(run.call, run.step, run.replica, run.task, run.micro_batch): run for run in runs}
+    moves = [(row, task, part) for row, task, part in profile.moves() if task.phase]
+    senders = {(part.channel, part.peer): (row, part.bytes) for row, _, part in moves if part.kind == "send"}
+    senders_of = defaultdict(list)  # by row of the receiver
+    for row, task, part in moves:
+        if part.kind == "receive" and (part.channel, task.ipu) in senders:
+            senders_of[row].append(senders[part.channel, task.ipu])
     changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for sent, received, size in transfers(profile, runs):
-        if received.start > sent.end:
-            changes[profile.tasks[received.task].ipu] += [(sent.end, size), (received.start, -size)]
+    for run in runs:
+        for sender, size in senders_of[run.task]:
+            sent = run_of.get((run.call, run.step, run.replica, sender, run.micro_batch))
+            if sent is not None and run.start > sent.end:
+                changes[profile.tasks[run.task].ipu] += [(sent.end, size), (run.start, -size)]
     return {ipu: max(accumulate(size for _, size in sorted(rows))) for ipu, rows in changes.items()}

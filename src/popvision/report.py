@@ -16,6 +16,7 @@ from textwrap import indent
 from typing import Any
 from uuid import uuid4
 
+from popengine.errors import did_you_mean
 from popengine.profile import PHASES, Profile, ProfileError, TaskRun
 from popengine.texts import counted, table_text
 
@@ -47,8 +48,9 @@ def find_profiles(path: Path) -> list[Path]:
     found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
     found.sort(key=lambda one: one.parent.name != "training")
     if not path.exists():
+        near = did_you_mean(path.name, (inner.name for inner in path.parent.glob("*")))
         raise ProfileError(
-            f"there is no file or folder {path}\n  fix: the folder of options.enableProfiling(folder), which the"
+            f"there is no file or folder {path}{near}\n  fix: the folder of options.enableProfiling(folder), which the"
             " program writes at its end, or at trainer.detachFromDevice()"
         )
     if not found:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from popengine.order import BUILT_IN, ORDERS, Action, Order, Timeline, step_duration, timeline
+from popengine.order import ORDERS, Action, Order, Timeline, step_duration, timeline
 from popengine.profile import Profile, TaskRun
 
 _MOST_TASKS = 6_000  # for a longer step two shorter ones are simulated, and their lengths extrapolated
@@ -84,22 +84,16 @@ class DeviceStep:
             self.actions, micro_batches, order, costs=self.costs, updates=updates, program=program
         )
 
-    def runs(
-        self, profile: Profile, row_costs: Mapping[int, float], most: int = _MOST_TASKS
-    ) -> list[TaskRun]:
-        """Return what the devices run, as a profile would record it, by start.
-
-        Args:
-            row_costs: ns of one run of each row of the table; those of an action run one after another
-            most:      of a step with more actions only the first micro-batches are returned
-        """
+    def runs(self, profile: Profile, row_costs: Mapping[int, float]) -> list[TaskRun]:
+        """Return what the devices run, as a profile would record it, by start; of a long step only the first
+        micro-batches. `row_costs`: ns of one run of each row of the table; those of an action run one after another."""
         if not any(self.costs):
             return []
         rows_of = defaultdict(list)  # by (phase, stage)
         for row, task in enumerate(profile.tasks):
             if task.phase:
                 rows_of[task.phase, task.stage].append(row)
-        tasks, found = self.times(min(self.micro_batches, max(1, most // len(self.actions))))
+        tasks, found = self.times(min(self.micro_batches, max(1, _MOST_TASKS // len(self.actions))))
         runs = []
         for (number, micro_batch), start in zip(tasks, found.starts, strict=False):
             action = self.actions[number]
@@ -113,14 +107,3 @@ class DeviceStep:
             if ipu in updating:
                 runs.append(TaskRun(0, 0, updating[ipu], -1, 0, -1, round(start), round(end)))
         return sorted(runs, key=lambda run: (run.start, run.end))
-
-
-def other_schedules(step: DeviceStep) -> list[DeviceStep]:
-    """Return a step in its own order, then in the other ones that can run the same stages: each on its own ipu, with
-    whole backwards. Empty, if the step's order is none of these."""
-    built_in = (order for name, order in ORDERS.items() if name in BUILT_IN and not order.cuts_backwards)
-    names = [order.name for order in built_in if order.placement in ("merged", "turns")]
-    stages, ipus = ({getattr(action, name) for action in step.actions} for name in ("stage", "ipu"))
-    if step.order not in names or not 1 < len(ipus) == len(stages):
-        return []
-    return [replace(step, order=name) for name in (step.order, *(n for n in names if n != step.order))]

@@ -1,6 +1,5 @@
 """The figures of a profile, on simulated devices where the right answer is known."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from popengine.profile import HostEvent, Profile, TaskRun
 from popengine.table import Task
 from popvision import memory
 from popvision.analysis import Figures, compare_figures
-from popvision.chrome import chrome_trace
 from popvision.report import page_data, summary
 from popvision.sentences import fact_sentences, machine_sentence, warning_sentences
 from popvision.units import cores_text, size_text
@@ -245,8 +243,6 @@ def test_a_third_phase_is_a_phase_like_the_others(tmp_path):
     assert found.stages[0].phases == {"F": MS, "B": MS}
     assert "weight gradients" in summary(found.profile)
     assert "stage 1, weight gradients, per row" in {row.name for row in compare_figures(found, found)}
-    names = {event["name"] for event in json.loads(chrome_trace([found.profile]))["traceEvents"]}
-    assert "weight gradients 1.3" in names
 
 
 def test_waiting_for_a_loader_is_told_from_other_time_between_calls():
@@ -268,18 +264,6 @@ def test_work_of_another_plan_between_calls_is_not_time_of_the_program(kind):
     assert after == pytest.approx(before - 0.04)
     all_gaps = tuple(HostEvent(kind, call.end, call.end + 40 * MS) for call in profile.calls[:-1])
     assert not any("idle for" in text for text in told(replace(profile, host=all_gaps)))
-
-
-def test_schedules_of_the_same_stages_are_simulated_for_a_comparison():
-    found = Figures(simulated(2, 6))
-    by_name = {one["name"]: one for one in found.schedules}
-    lengths = {"1f1b": 14, "gpipe": 14, "sharded": 24}  # 2 (m + n - 1), and 2 m n
-    assert {name: by_name[name]["ns"] / MS for name in lengths} == lengths
-    assert not {"interleaved", "zero-bubble", "dualpipe-v"} & {*by_name}  # they need other stages
-    assert found.schedules[0]["rows"] == list(found.devices.runs)
-    held = [by_name[name]["activations"] for name in ("sharded", "1f1b", "gpipe")]
-    assert held == sorted({*held})  # of 1, 2 and 6 micro-batches
-    assert Figures(simulated(1, 6)).schedules == []
 
 
 def test_a_profile_without_calls_has_no_figures_and_no_fault():

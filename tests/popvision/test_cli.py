@@ -1,15 +1,12 @@
 """The program `popvision`: what it prints and writes."""
 
 import dataclasses
-import gzip
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 from simulated import MS, simulated
-from test_runs import train
 
 from popvision.analysis import Figures, compare_figures, comparison_text
 from popvision.cli import main
@@ -99,6 +96,8 @@ def test_a_folder_of_several_reports_lists_them(report, capsys):
     assert f"{report.parent} has 1 report:\n  {report}\n  fix: name one of them" in capsys.readouterr().err
     assert main(["summary", str(report / "nosuch")]) == 1
     assert f"there is no file or folder {report / 'nosuch'}" in capsys.readouterr().err
+    assert main(["summary", str(report / "trainign")]) == 1
+    assert "trainign; did you mean 'training'?" in capsys.readouterr().err
 
 
 def test_compare_prints_both_runs_and_says_which_is_better(report, tmp_path, capsys):
@@ -131,25 +130,7 @@ def test_runs_of_different_kinds_are_not_compared(report, tmp_path, capsys):
     assert "no profile of the same kind" in capsys.readouterr().err
 
 
-def test_export_writes_a_trace_with_a_track_for_each_core_and_ipu_and_counters(report, tmp_path):
-    assert main(["export", str(report), str(tmp_path / "trace.json")]) == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"forward 0.0", "backward 2.3", "call"} <= names
-    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert tracks == {"calls", "core 0", "ipu 0", "ipu 1", "ipu 2"}
-    forwards = [event for event in events if event["name"] == "forward 0.1" and event["pid"] <= 3]
-    # Three steps on the core, and one on separate devices: in microseconds.
-    assert [(event["ts"], event["dur"]) for event in forwards] == [
-        *((24_000 * step + 6000, 1000) for step in range(3)),
-        (1000, 1000),
-    ]
-    held = [event for event in events if event["ph"] == "C" and event["name"] == "held on ipu 0"]
-    # A tensor of 1,024 bytes for each micro-batch, and one operation's result on top.
-    assert {0, 1024, 1536} <= {event["args"]["bytes"] for event in held}
-
-
-@pytest.mark.parametrize("command", ["report", "summary", "compare", "export"])
+@pytest.mark.parametrize("command", ["report", "summary", "compare"])
 def test_the_help_of_a_command_names_that_command_alone(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "-h"])
@@ -157,12 +138,11 @@ def test_the_help_of_a_command_names_that_command_alone(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: popvision {command} [-h]")
 
 
-@pytest.mark.parametrize("command", [["summary"], [], ["export"]])
-def test_a_damaged_profile_is_an_error_in_words(command, report, tmp_path, capsys):
+@pytest.mark.parametrize("command", [["summary"], []])
+def test_a_damaged_profile_is_an_error_in_words(command, report, capsys):
     path = report / "training" / "profile.pop"
     path.write_text(path.read_text()[:500])
-    more = [str(tmp_path / "trace.json")] if command == ["export"] else []
-    assert main([*command, str(report), *more]) == 1
+    assert main([*command, str(report)]) == 1
     assert "is damaged or cut short" in capsys.readouterr().err
 
 
@@ -176,21 +156,6 @@ def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_pat
     assert main([str(tmp_path)]) == 1
     assert "no profile.pop in" in (error := capsys.readouterr().err)
     assert 'fix: options.enableProfiling("report")' in error
-
-
-def test_a_trace_has_arrows_operations_and_a_counter_and_may_be_zipped(report, tmp_path):
-    train(tmp_path / "run", calls=4)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "trace.json.gz")]) == 0
-    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
-    starts, ends = ([event for event in events if event["ph"] == phase] for phase in "sf")
-    # Two borders, forward and backward, five micro-batches, in one step on separate devices.
-    assert len(starts) == len(ends) == 2 * 2 * 5
-    at = {event["id"]: event["ts"] for event in starts}
-    assert all(at[event["id"]] <= event["ts"] for event in ends)
-    inner = [event for event in events if event.get("cat") == "operation"]
-    assert {"addmm", "relu"} <= {event["name"] for event in inner}
-    assert len([event for event in inner if event["name"] == "addmm"]) == 3 * 5
-    assert len([event for event in events if event["name"] == "ms a step"]) == 4
 
 
 def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):

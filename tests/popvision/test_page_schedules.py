@@ -1,4 +1,4 @@
-"""A report as a lesson: a step event by event, its picture, and two schedules side by side."""
+"""A report as a lesson: a step event by event, and its picture."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -59,20 +59,6 @@ def test_one_step_is_saved_as_a_picture_of_what_the_page_draws(chromium, report)
     each = (ticks["4 ms"] - ticks["2 ms"]) / 2
     assert chromium.faults == [] and each > 50
     assert all(width == pytest.approx(each, abs=4) for width in widths)
-
-
-def test_two_schedules_are_drawn_side_by_side_with_their_figures(chromium, report):
-    chromium.open(report, "compare")
-    lengths = "popvision.traces.map(trace => trace.steps[0].end - trace.steps[0].start)"
-    assert chromium.value(lengths) == [12 * MS, 12 * MS]  # 2 (m + n - 1)
-    rows = "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
-    assert chromium.value(rows)[0] == ["a step on separate devices", "12 ms", "12 ms"]
-    assert chromium.value(rows)[1] == ["bubble", "33.3%", "33.3%"]
-    press(chromium, "sharded (no pipeline)")
-    assert chromium.value(lengths) == [12 * MS, 24 * MS]
-    assert chromium.value(rows)[0] == ["a step on separate devices", "12 ms", "24 ms"]
-    assert chromium.value(rows)[1] == ["bubble", "33.3%", "66.7%"]
-    assert chromium.value("location.hash") == "#compare?beside=sharded"
 
 
 def test_the_compare_tab_says_the_command_with_this_folder(chromium, report):

@@ -121,8 +121,7 @@ function modelView(entry) {
 /** Two runs: numbers side by side, and their traces from the start of a step on, in one scale. */
 function compareView(page) {
   if (!DATA.comparisons.length) {
-    const other = make("section", { class: "card" }, make("h2", {}, "Two runs side by side"), make("p", {}, "Run the program again with another folder for its profile. This command then writes a page with both runs:"), make("pre", { id: "command" }, `popvision compare ${/^[\w./-]+$/.test(DATA.folder) ? DATA.folder : `"${DATA.folder}"`} OTHER`));
-    return make("div", {}, schedulesCard(DATA.entries[page.entry], page), other);
+    return make("section", { class: "card" }, make("h2", {}, "Two runs side by side"), make("p", {}, "Run the program again with another folder for its profile. This command then writes a page with both runs:"), make("pre", { id: "command" }, `popvision compare ${/^[\w./-]+$/.test(DATA.folder) ? DATA.folder : `"${DATA.folder}"`} OTHER`));
   }
   return make("div", {}, DATA.comparisons.map((comparison) => {
     const entries = [DATA.entries[comparison.first], DATA.entries[comparison.second]];
@@ -138,30 +137,6 @@ function compareView(page) {
       traces.map((trace, i) => (trace.lanes.length ? make("div", { style: { marginBottom: "14px" } }, make("h3", {}, entries[i].label), trace.canvas) : null)), traceLegend(traces[0])),
     make("section", { class: "card" }, make("h2", {}, "Figures (✓: better)"), make("div", { class: "scroll" }, make("table", { class: "figures" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "" }, name)))), make("tbody", {}, body)))));
   }));
-}
-
-const SCHEDULES = { "1f1b": "1F1B (pipelined)", gpipe: "GPipe (all forwards, then all backwards)", sharded: "sharded (no pipeline)" };
-
-/** The run's step in its own schedule, and beside it in another one, simulated with the same costs. */
-function schedulesCard(entry, page) {
-  const all = entry.error ? [] : entry.figures.schedules;
-  if (all.length < 2) return null;
-  const holder = make("div"), named = ({ name }) => SCHEDULES[name] || name;
-  function show(i) {
-    const pair = [all[0], all[1 + i]];
-    const traces = pair.map(({ rows: runs }) => new Trace({ ...entry, profile: { ...entry.profile, schedule: { columns: [], rows: [] } }, devices: { ...entry.devices, rows: runs } }));
-    align(traces);
-    page.traces = traces;
-    const row = (name, text) => [name, ...pair.map(text)];
-    holder.replaceChildren(...traces.map((trace, j) => make("div", { style: { marginBottom: "14px" } }, make("h3", {}, named(pair[j])), trace.canvas)), traceLegend(traces[0]),
-      make("div", { style: { marginTop: "12px" } }, plainTable(["", ...pair.map(named)], [
-        row("a step on separate devices", ({ ns }) => units.time(ns)), row("bubble", ({ bubble }) => units.share(bubble)), row("activations of the fullest ipu", ({ activations }) => (activations === null ? "–" : units.bytes(activations))),
-      ])), make("p", { class: "hint", style: { marginTop: "8px" } }, "Both are simulated with the recorded costs of this run."));
-    page.note({ beside: all[1 + i].name });
-  }
-  const chosen = Math.max(0, all.slice(1).findIndex(({ name }) => name === page.state.beside));
-  show(chosen);
-  return make("section", { class: "card" }, make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Two schedules side by side"), choice("The other schedule", all.slice(1).map(named), chosen, show)), holder);
 }
 
 /** Both views start at their step's start, and moving one moves the other. */
