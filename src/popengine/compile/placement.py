@@ -93,8 +93,9 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
         known = ", ".join(map(repr, blocks)) or "no blocks"
         unused = [name for name in blocks if name not in {visit.name for visit in visits}]
         fix = f'add poptorch.Stage("{unknown.name}") to the strategy, or use one of the names above'
-        if meant := did_you_mean(str(unknown.name), unused):
-            fix = f"one name for both: the strategy has a name that no block of the model has{meant}"
+        for name in unused:
+            if meant := did_you_mean(name, [str(unknown.name)]):
+                fix = f"the strategy has {name!r}, which no block of the model has{meant}"
         raise BlockError(
             f"Unknown Block '{unknown.name}', opened at {unknown.where}\n"
             f"  the strategy's stages have: {known}\n  fix: {fix}"
