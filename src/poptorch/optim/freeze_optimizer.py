@@ -22,46 +22,10 @@ class UnknownParameterError(Error, KeyError):
     """The error for an optimizer with parameters that are not in the model."""
 
 
-def freeze_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[int, str]
-) -> tuple[settings.Optimizer, settings.Hyper]:
-    """Return an optimizer's compiled-in values and rates. `names`: id(parameter) -> name, of the whole model; "" for
-    parameters of the optimizer that the program has replaced in the model."""
-    _check_step(optimizer)
-    hyper, groups, known = rates_of(optimizer), optimizer.param_groups, class_of(optimizer)
-    if known is not None and any(group.get("amsgrad") for group in groups):
-        raise ValueError(
-            "Only non-amsgrad Adam/AdamW optimizers are supported.\n  fix: leave out amsgrad=True"
-        )
-    if len({bool(group.get("centered")) for group in groups}) > 1:
-        raise AssertionError(
-            f"centered must be equal in all parameter groups of {type(optimizer).__name__}, but some have True,"
-            " some False\n  fix: pass centered to the constructor, and leave it out of the groups"
-        )
-    _check_parameters(optimizer, names)
-    states = {} if known is None else {name: state for name, state in known._states.items() if state.dtype}
-    types = {name: getattr(optimizer, state.dtype, torch.float32) for name, state in states.items()}
-    is_there = [not s.when or any(group.get(s.when) for group in groups) for s in states.values()]
-    frozen = settings.Optimizer(
-        kind=name_in_messages(optimizer),
-        state_types=types,
-        states=sum(is_there),
-        accumulator_type=getattr(optimizer, "accum_type", torch.float32),
-        max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
-        max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
-    )
-    return frozen, hyper
-
-
 def supported_optimizers() -> str:
     """Return the names of all optimizers that the original runs, as text for messages."""
-    ours = dict.fromkeys(Optimizer._classes.values())
-    others = (kind for kind in Optimizer._classes if kind not in ours)
-    return ", ".join(
-        f"{package}.optim.{kind.__name__}"
-        for package, kinds in (("poptorch", ours), ("torch", others))
-        for kind in kinds
-    )
+    kinds = (f"{kind.__module__.partition('.')[0]}.optim.{kind.__name__}" for kind in Optimizer._classes)
+    return ", ".join(sorted(kinds))
 
 
 def _check_step(optimizer: Any) -> None:
@@ -174,13 +138,39 @@ class Snapshot:
 def take_snapshot(
     optimizer: torch.optim.Optimizer, names: dict[int, str], automatic_loss_scaling: bool = False
 ) -> Snapshot:
-    """Return the snapshot of an optimizer; `names` as in `freeze_optimizer`. Raises errors of that function."""
-    frozen, hyper = freeze_optimizer(optimizer, names)
-    found = Snapshot(frozen, hyper, frozenset(), class_of(optimizer))
-    constants = {name for name, values in found.rates().items() if _is_constant_rate(optimizer, name, values)}
-    return replace(
-        found, constants=frozenset(constants - ({"loss_scaling"} if automatic_loss_scaling else set()))
+    """Return the snapshot of an optimizer. `names`: id(parameter) -> name, of the whole model; "" for parameters of the
+    optimizer that the program has replaced in the model."""
+    _check_step(optimizer)
+    hyper, groups, known = rates_of(optimizer), optimizer.param_groups, class_of(optimizer)
+    if known is not None and any(group.get("amsgrad") for group in groups):
+        raise ValueError(
+            "Only non-amsgrad Adam/AdamW optimizers are supported.\n  fix: leave out amsgrad=True"
+        )
+    if len({bool(group.get("centered")) for group in groups}) > 1:
+        raise AssertionError(
+            f"centered must be equal in all parameter groups of {type(optimizer).__name__}, but some have True,"
+            " some False\n  fix: pass centered to the constructor, and leave it out of the groups"
+        )
+    _check_parameters(optimizer, names)
+    states = {} if known is None else {name: state for name, state in known._states.items() if state.dtype}
+    types = {name: getattr(optimizer, state.dtype, torch.float32) for name, state in states.items()}
+    is_there = [not s.when or any(group.get(s.when) for group in groups) for s in states.values()]
+    frozen = settings.Optimizer(
+        kind=name_in_messages(optimizer),
+        state_types=types,
+        states=sum(is_there),
+        accumulator_type=getattr(optimizer, "accum_type", torch.float32),
+        max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
+        max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
     )
+    snapshot = Snapshot(frozen, hyper, frozenset(), known)
+    constants = {
+        name
+        for name, values in snapshot.rates().items()
+        if _is_constant_rate(optimizer, name, values)
+        and not (name == "loss_scaling" and automatic_loss_scaling)
+    }
+    return replace(snapshot, constants=frozenset(constants))
 
 
 def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:

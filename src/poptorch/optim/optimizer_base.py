@@ -27,8 +27,6 @@ from popengine.errors import did_you_mean, without_internal_frames
 from popengine.settings import Hyper
 from poptorch.logs import logger
 
-State = dict[str, Tensor]
-
 _SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
 _SMALL = 1 << 20  # elements of a group whose update costs mostly the start of operations
 MAX_WEIGHT_NORM = 65500.0  # the default of LAMB
@@ -128,7 +126,10 @@ class Optimizer:
 
     def _init_from_arguments(self, arguments: dict[str, Any]) -> None:
         """Initialise torch's class, and set the other declared attributes. None: omitted. Given rates are variable."""
-        given = {name: value for name, value in arguments.items() if value is not None}
+        left_out = ("capturable", "differentiable")  # of updates inside of graphs, which executors don't make
+        given = {
+            name: value for name, value in arguments.items() if value is not None and name not in left_out
+        }
         if isinstance(given.get("params"), torch.nn.Module):
             raise TypeError("an optimizer takes parameters, and not the model\n  fix: model.parameters()")
         for name, dtype in given.items():
@@ -149,11 +150,6 @@ class Optimizer:
                 )
         if self._defaults is not None:
             given["defaults"] = {name: given.get(name, value) for name, value in self._defaults.items()}
-        for name in (
-            "capturable",
-            "differentiable",
-        ):  # of updates inside of graphs, which executors don't make
-            given.pop(name, None)
         accepted = inspect.signature(super().__init__).parameters
         super().__init__(**{name: value for name, value in given.items() if name in accepted})
         for name, value in given.items():
@@ -195,11 +191,14 @@ class Optimizer:
         whole = super().state_dict()  # type: ignore[misc]
         ipu_state = ipu_param = None
         if self._names:
-            states = {name: whole["state"].get(index, {}) for index, name in enumerate(self._names)}
-            ipu_state = to_ipu_state(type(self), states)
+            ipu_state = {
+                f"{self._states[kind].file}___{name}": value.clone()
+                for index, name in enumerate(self._names)
+                for kind, value in whole["state"].get(index, {}).items()
+                if kind in self._states and self._states[kind].file
+            }
             if self._loss_factor is not None:
-                ipu_state[LOSS_FACTOR] = self._loss_factor
-            ipu_state = {name: value.clone() for name, value in ipu_state.items()}
+                ipu_state[LOSS_FACTOR] = self._loss_factor.clone()
             sizes = [len(group["params"]) for group in self.param_groups]  # type: ignore[attr-defined]
             indices = (index for index, size in enumerate(sizes) for _ in range(size))
             group_of = dict(zip(self._names, indices, strict=False))  # a group may have been added
@@ -229,7 +228,8 @@ class Optimizer:
             )
         torch_part = dict(state_dict)
         ipu_state, ipu_param = torch_part.pop("ipu_state"), torch_part.pop("ipu_param") or {}
-        names = self._names or names_in(ipu_param)
+        names_in_order = dict.fromkeys(key.partition(_SPECIFIC)[2] for key in ipu_param)
+        names = self._names or tuple(filter(None, names_in_order))
         if ipu_state is not None:
             torch_part["state"] = self._joined_states(names, torch_part["state"], ipu_state)
         check_torch_state(self, torch_part)
@@ -252,15 +252,20 @@ class Optimizer:
     ) -> dict[int, dict[str, Tensor]]:
         """Return each parameter's state, by index: from "ipu_state", else from `states`, else the present
         one. Log a warning of present states that "ipu_state" lacks."""
-        present = {name: self.state.get(p, {}) for name, p in zip(names, parameters_of(self), strict=False)}
-        if missing := sorted(to_ipu_state(type(self), present).keys() - ipu_state.keys()):
-            logger.warning("the loaded optimizer state has nothing for %s: kept as it is", ", ".join(missing))
-        loaded = from_ipu_state(type(self), ipu_state)
-        joined = {
-            index: {**present[name], **states.get(index, {}), **loaded.get(name, {})}
-            for index, name in enumerate(present)
-        }
-        return {**states, **joined}
+        joined, missing = dict(states), list[str]()
+        for index, (name, parameter) in enumerate(zip(names, parameters_of(self), strict=False)):
+            present = self.state.get(parameter, {})
+            joined[index] = {**present, **states.get(index, {})}
+            for kind, file in ((kind, state.file) for kind, state in self._states.items() if state.file):
+                if (key := f"{file}___{name}") in ipu_state:
+                    joined[index][kind] = ipu_state[key]
+                elif kind in present:
+                    missing.append(key)
+        if missing:
+            logger.warning(
+                "the loaded optimizer state has nothing for %s: kept as it is", ", ".join(sorted(missing))
+            )
+        return joined
 
     # Copies -----------------------------------------------------------------------------------------
 
@@ -416,37 +421,6 @@ def numbers_of(kind: type[Optimizer] | None, rates: Mapping[str, Any]) -> dict[s
 
 
 # poptorch's format ------------------------------------------------------------------------------------
-
-
-def names_in(ipu_param: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of the parameters in an "ipu_param", in their order."""
-    keys = (key.partition(_SPECIFIC)[2] for key in ipu_param)
-    return tuple(dict.fromkeys(filter(None, keys)))
-
-
-def to_ipu_state(kind: type[Optimizer], states: Mapping[str, State]) -> dict[str, Tensor]:
-    """Convert states, by canonical parameter name, to an "ipu_state" with the same tensors."""
-    prefixes = {name: state.file for name, state in kind._states.items() if state.file}
-    return {
-        f"{prefixes[name]}___{parameter}": value
-        for parameter, state in states.items()
-        for name, value in state.items()
-        if name in prefixes
-    }
-
-
-def from_ipu_state(kind: type[Optimizer], ipu_state: Mapping[str, Tensor]) -> dict[str, State]:
-    """Convert an "ipu_state" to states by canonical parameter name, without entries that the optimizer lacks."""
-    names = {state.file: name for name, state in kind._states.items() if state.file}
-    states: dict[str, State] = {}
-    for key, value in ipu_state.items():
-        prefix, _, parameter = key.partition("___")
-        if parameter and prefix in names:
-            states.setdefault(parameter, {})[names[prefix]] = value
-    return states
-
-
-# checks -----------------------------------------------------------------------------------------------
 
 
 def check_torch_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:

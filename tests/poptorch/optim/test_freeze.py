@@ -7,14 +7,15 @@ import torch
 
 import popengine.errors
 from poptorch.optim import LAMB, SGD, Adam, AdamW, RMSprop
-from poptorch.optim.freeze_optimizer import freeze_optimizer
+from poptorch.optim.freeze_optimizer import take_snapshot
 
 MODEL = torch.nn.Linear(3, 2)
 NAMES = {id(parameter): name for name, parameter in MODEL.named_parameters()}
 
 
 def freeze(optimizer):
-    return freeze_optimizer(optimizer, NAMES)
+    snapshot = take_snapshot(optimizer, NAMES)
+    return snapshot.frozen, snapshot.hyper
 
 
 def test_the_rates_of_two_groups_are_those_of_the_optimizer():

@@ -13,7 +13,7 @@ import torch
 import poptorch
 from popengine.settings import Hyper
 from poptorch import optim
-from poptorch.optim.optimizer_base import from_ipu_state, to_ipu_param, to_ipu_state
+from poptorch.optim.optimizer_base import to_ipu_param
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {
@@ -261,12 +261,15 @@ def test_copies_keep_attributes_and_drop_the_executor(kind, duplicate):
 
 
 def test_device_states_are_named_and_named_back():
-    states = {
-        "fc.weight": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.zeros(2), "step": torch.tensor(1.0)}
-    }
-    entries = to_ipu_state(optim.AdamW, states)
-    assert list(entries) == ["Accl1___fc.weight", "Accl2___fc.weight", "Step___fc.weight"]
-    assert from_ipu_state(optim.AdamW, {**entries, "lossScaleUpdateFactor": torch.tensor(1.0)}) == states
+    optimizer, twin = (optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(2))
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    name = {"learningRate___specific___fc.weight": torch.tensor(0.1)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": {}, "ipu_param": name})
+    saved = optimizer.state_dict()
+    assert list(saved["ipu_state"]) == ["Accl1___fc.weight", "Accl2___fc.weight", "Step___fc.weight"]
+    twin.load_state_dict({**saved, "state": {}})
+    assert poptorch.testing.allclose(twin.state_dict()["state"], saved["state"])
 
 
 def test_plain_sgd_names_the_rates_as_its_update_uses_them():
