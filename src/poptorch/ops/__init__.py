@@ -3,7 +3,6 @@
 Outside a compiled model an operation computes its result at once, and a mark returns its input.
 """
 
-from . import torch_ops as _torch_ops  # registers torch.ops.poptorch.*
 from .control import cond, for_loop
 from .ctc import ctc_beam_search_decoder
 from .grouped_norm import GroupedBatchNorm2d

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from popengine.errors import Error
 
-from .library import LIBRARY, check_tensors, register_computed
+from .library import LIBRARY, REDUCTIONS, check_tensors, register_computed
 
 aten = torch.ops.aten
-REDUCTIONS = ("sum", "mean", "none")  # by the number in popart's enum
 _LOG_ZERO = -math.inf
 Path = tuple[int, ...]  # labels
 

@@ -6,6 +6,7 @@ Python, which was registered by `registerCustomOp`.
 """
 
 import itertools
+import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +22,14 @@ from popengine.errors import Error
 from popengine.run.train_state import has_same_bits
 
 from ..checks import checked
-from .library import check_tensors, raise_in_training, register_computed, shapes_of, shapes_text
+from .library import (
+    check_tensors,
+    raise_in_training,
+    register_computed,
+    register_shorthand,
+    shapes_of,
+    shapes_text,
+)
 
 
 @dataclass(frozen=True)
@@ -292,3 +300,16 @@ def _check_attributes(attributes: dict[str, Any]) -> None:
                     f"{item} is too {'high' if item > 0 else 'low'} for a float attribute ({key!r}): 32 bits hold"
                     f" ±{largest:.3e}"
                 )
+
+
+def _call_custom_op(
+    inputs: list[Tensor], name: str, domain: str, version: int, outputs: list[Tensor], attributes: str
+) -> list[Tensor]:
+    return custom_op(inputs, name, domain, version, outputs, json.loads(attributes) if attributes else None)
+
+
+register_shorthand(
+    "custom_operation(Tensor[] inputs, str name, str domain, int version, Tensor[] outputs, str attributes)"
+    " -> Tensor[]",
+    _call_custom_op,
+)

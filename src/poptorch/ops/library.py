@@ -1,7 +1,8 @@
-"""Register operations in `torch.ops.poptorch`, of two kinds; check and describe tensors.
+"""Register operations in `torch.ops.poptorch`, of three kinds; check and describe tensors.
 
 A mark is an identity operation that the captured graph contains under its name. A computed operation is one
-node of the graph, whatever torch operations compute it.
+node of the graph, whatever torch operations compute it. A shorthand calls a function of this package; the graph
+contains the operations that the function calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from popengine.compile.recording.current_capture import Capture
 from popengine.errors import Error
 from popengine.torch_private import BelowAutograd, number_of_dispatch_modes
 
+REDUCTIONS = ("sum", "mean", "none")  # by the number in popart's enum
 LIBRARY = torch.library.Library("poptorch", "DEF")
 
 
@@ -68,6 +70,11 @@ def register_computed(name: str, function: Callable[..., Any], fake: Callable[..
     LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"poptorch::{name}", fake, lib=LIBRARY)
+
+
+def register_shorthand(schema: str, function: Callable[..., Any]) -> None:
+    """Register an operation that calls `function`."""
+    LIBRARY.impl(LIBRARY.define(schema), function, "CompositeImplicitAutograd")
 
 
 def check_tensors(rule: str, *values: Any, error: type[Exception] = Error) -> None:

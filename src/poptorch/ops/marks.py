@@ -15,9 +15,10 @@ from popengine.compile.recording.current_capture import ConvolutionGroup, curren
 from popengine.errors import Error
 from popengine.torch_private import tree_map
 
+from ..annotating.blocks import Block
 from ..checks import checked
 from ..enums import MultiConvPlanType, OverlapMode
-from .library import check_tensors, register_mark
+from .library import REDUCTIONS, check_tensors, register_mark, register_shorthand
 
 register_mark("nop(Tensor input) -> Tensor")
 register_mark("recomputation_checkpoint(Tensor input) -> Tensor")
@@ -38,7 +39,7 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     Returns: a tensor with one element, without dimensions
     Raises: AssertionError, for another reduction
     """
-    checked("Unsupported reduction type! identity_loss", reduction, ("mean", "sum", "none"))
+    checked("Unsupported reduction type! identity_loss", reduction, REDUCTIONS)
     loss = {"mean": x.mean, "sum": x.sum, "none": x.clone}[reduction]()
     if (capture := current()) is not None:
         capture.mark_loss(loss, is_explicit=True)
@@ -272,3 +273,20 @@ class MultiConv:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _identity_loss(tensor: Tensor, reduction: int) -> Tensor:
+    return identity_loss(tensor, dict(enumerate(REDUCTIONS)).get(reduction, str(reduction)))
+
+
+register_shorthand("identity_loss(Tensor input, int reduction) -> Tensor", _identity_loss)
+register_shorthand("push_name_scope(str name) -> ()", push_name_scope)
+register_shorthand("pop_name_scope() -> ()", pop_name_scope)
+register_shorthand("set_attribute(str attribute, str key, str value) -> ()", set_attribute)
+register_shorthand("clear_attribute(str attribute, str key) -> ()", clear_attribute)
+register_shorthand(
+    "begin_ipu_block(int stage, int phase, int ipu) -> ()", lambda stage, _, ipu: Block.start(str(stage), ipu)
+)
+register_shorthand("end_ipu_block() -> ()", Block.end)
+# No effect: the group of a parameter comes from the optimizer.
+register_shorthand("optimizer_group(int group, Tensor[] tensors) -> ()", lambda group, tensors: None)

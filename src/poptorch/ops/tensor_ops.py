@@ -12,8 +12,9 @@ from popengine.errors import Error
 
 from ..checks import checked
 from ..enums import MatMulSerializationMode
-from .library import check_tensors, register_computed
+from .library import check_tensors, register_computed, register_shorthand
 
+_CASTS = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
 _INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -187,3 +188,16 @@ def _as_cloud_numbers(name: str, value: Any, points: Tensor) -> Tensor:
             f"nearest: {name} must be sorted and hold one number for each of the {len(points)} points; found {value}"
         )
     return numbers
+
+
+def _internal_cast(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor.to(_CASTS[checked("internal_cast", dtype, tuple(_CASTS), Error)])
+
+
+register_shorthand("internal_cast(Tensor input, str dtype) -> Tensor", _internal_cast)
+register_shorthand(
+    "dynamic_slice(Tensor input, int dim, Tensor start, int size, int step) -> Tensor", dynamic_slice
+)
+register_shorthand(
+    "dynamic_update(Tensor input, Tensor src, int dim, Tensor start, int size) -> Tensor", dynamic_update
+)

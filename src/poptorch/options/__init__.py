@@ -4,13 +4,13 @@ from poptorch.options.option_base import OptionsDict
 from poptorch.options.option_parts import (
     Distributed,
     Jit,
+    Popart,
     Precision,
     TensorLocations,
     TensorLocationSettings,
     Training,
 )
 from poptorch.options.options import ConfigFileError, Options
-from poptorch.options.popart_settings import Popart
 
 __all__ = [
     "ConfigFileError",

@@ -21,7 +21,6 @@ from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
 from poptorch.options.option_base import OptionsDict, merge_disjoint, names_of_groups, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
-from poptorch.options.popart_settings import Popart
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
@@ -45,7 +44,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     _ipus_per_replica: int = 1
     # The parts can't be assigned.
-    _Popart: Popart
+    _Popart: option_parts.Popart
     Distributed: option_parts.Distributed
     Jit: option_parts.Jit
     Precision: option_parts.Precision
@@ -59,7 +58,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             raise TypeError(
                 f"poptorch.Options takes no arguments\n  fix: options = poptorch.Options(); {'; '.join(lines)}"
             )
-        popart = Popart()
+        popart = option_parts.Popart()
         super().__init__(popart)
         vars(self).update(
             Distributed=option_parts.Distributed(),
