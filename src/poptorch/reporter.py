@@ -11,8 +11,6 @@ import itertools
 import math
 import os
 import platform
-import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -38,7 +36,6 @@ from .options.freeze_options import resolve_options
 
 _SAVE_INTERVAL = 60.0  # seconds, at least, between two saves of a profile during training
 _SAVE_FACTOR = 100  # the interval is at least so many times the duration of the last save
-_live_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
 class Reporter:
@@ -186,23 +183,7 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
     reporter = Reporter(directory / "profile.pop", options, number)
     weakref.finalize(executor, reporter.on_release)
     wait_recorders.add(reporter.recorder)
-    _live_reporters.add(reporter)
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _save_on_sigterm)
     return reporter
-
-
-def _save_on_sigterm(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    try:
-        for reporter in list(_live_reporters):
-            reporter.save()
-    finally:
-        os.kill(os.getpid(), number)
-
-
-# ---- recorded times ---------------------------------------------------------------------------------------
 
 
 def _add_times(found: profile.Profile, detail: StepDetail | None) -> Iterator[profile.Operation]:

@@ -1,9 +1,7 @@
 """Profiles of real runs: what the page says comes from what the engine did."""
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -367,19 +365,6 @@ def test_of_a_call_that_failed_half_way_there_is_what_was_done_until_then(tmp_pa
     found = Figures(profile)
     assert found.calls == 3
     assert warning_sentences(found)[0] == "1 call failed. The figures leave it out."
-
-
-def test_sigterm_leaves_a_profile_and_ends_the_program_by_the_signal(tmp_path):
-    program = (
-        "import os, poptorch, signal, torch\n"
-        "model = poptorch.inferenceModel(torch.nn.Linear(2, 2), poptorch.Options().enableProfiling('report'))\n"
-        "for _ in range(3): model(torch.ones(1, 2))\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('not reached')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")
-    assert load(tmp_path / "report" / "inference" / "profile.pop").facts["calls"] == 3
 
 
 def test_a_long_run_writes_its_profile_now_and_then(tmp_path, monkeypatch):
