@@ -249,9 +249,8 @@ class StrategyPart:
         options, is_training = self.options_for(self._current_stage), self._current_stage == "train"
         n = micro_batch_count(options, is_training)
         if not is_training and not any(tensor in loaded_batches for tensor in tensors_of(args)):
-            record_loaded(
-                args, LoadedBatch(options._counts(), n)
-            )  # loaders that are not poptorch's yield whole calls
+            # Loaders that are not poptorch's yield whole calls.
+            record_loaded(args, LoadedBatch(options._counts(), n))
         return tree_map_only((int, float), lambda number: torch.tensor(number).repeat(n), args)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:

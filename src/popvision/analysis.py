@@ -103,10 +103,8 @@ class Figures:
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
         self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
         totals = [need.total for need in self.needs]
-        self.largest, self.activations = (
-            max(totals, default=None),
-            sum(need.activations or 0 for need in self.needs),
-        )
+        self.largest = max(totals, default=None)
+        self.activations = sum(need.activations or 0 for need in self.needs)
         self.wanted = replicas * sum(totals) if held_by.get("shared") else self.largest or 0
         self.capacity = held_by.get("bytes")  # None: unknown
         self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None

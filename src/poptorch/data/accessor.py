@@ -92,10 +92,8 @@ class AsynchronousDataAccessor:
         self._is_epoch_ended = False  # whether next() raises StopIteration until iter()
         # Whether iter() sends a Restart: after the first batch of an epoch, or if the worker waits.
         self._needs_restart = False
-        self._yielded: list[list[weakref.ref]] = [
-            [],
-            [],
-        ]  # the tensors of the batch before the latest, and of that one
+        # The tensors of the batch before the latest, and of that one.
+        self._yielded: list[list[weakref.ref]] = [[], []]
         self._state: bytes | None = None  # of a poptorch.DataLoader after the latest batch, pickled
         if hasattr(dataset, "_progress"):
             self._state = pickle_state(dataset._progress.next_state(dataset))  # type: ignore[union-attr]
@@ -241,9 +239,7 @@ _FIX_OF_SCRIPT = (
     'put the main part of the script under `if __name__ == "__main__":`, as the worker imports the script; or let the '
     'worker be a copy of this process: async_options={"sharing_strategy": "Fork"}'
 )
-_CODE_WITHOUT_FORK_SERVER = (
-    255  # what multiprocessing reports if the fork server can't tell a worker's exit code
-)
+_CODE_WITHOUT_FORK_SERVER = 255  # of multiprocessing, if the fork server can't tell a worker's exit code
 _END_TIMEOUT = 3.0  # seconds that a worker has to end its own workers
 
 

@@ -10,6 +10,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -266,12 +268,10 @@ def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
     unit = "replicas" if is_alone else "ranks"
     most = case.replicas if is_alone else max(len(case.holders([name])) for name in names)
     degrees = [1, *(degree for degree in range(2, most + 1) if most % degree == 0)]  # of data parallelism
-    texts = list[str]()
+    texts, error = list[str](), NEAR if half_of(case.reports) else 1e-4
     for degree in degrees:
         for number in sorted({1, steps, *(steps // d for d in degrees if steps % d == 0)}):
-            if degree * number > 1 and abs(size / (degree * number) - 1) < (
-                NEAR if half_of(case.reports) else 1e-4
-            ):
+            if degree * number > 1 and abs(size / (degree * number) - 1) < error:
                 scaled = f"accumulation is {'scaled twice' if twice else 'not scaled'}, over {number} micro-batches"
                 averaged = f"{'averaged twice' if twice else 'not averaged'} over {degree} {unit}"
                 texts.append(" and ".join([scaled] * (number > 1) + [averaged] * (degree > 1)))
@@ -316,25 +316,15 @@ def _by_rows(case: Case, names: Sequence[str]) -> str | None:
             values = torch.stack([plain, of_rank], dim=1)[held]
             solved.append(fit(columns[held], values, bounds[held]))
         if all(weights is not None for weights in solved):
-            return _of_rows(
-                case, names, [part.tolist() for part in parts], [w for w in solved if w is not None]
-            )
+            return _of_rows(case, names, [part.tolist() for part in parts], solved)
     return None
 
 
-def _of_rows(case: Case, names: Sequence[str], parts: list[list[int]], weights: list[Tensor]) -> str | None:
+def _of_rows(case: Case, names: Sequence[str], parts: list[list[int]], weights: list[Any]) -> str | None:
     """Return how the weights of rows [parts, plain PyTorch's and own] of each rank differ from plain PyTorch's."""
     ranks, every, subject = case.holders(names), [row for part in parts for row in part], case.subject(names)
     ratios = [of_rank[:, 1] / of_rank[:, 0] for of_rank in weights]  # NaN for rows without a gradient
-    kept = [
-        [
-            row
-            for part, used in zip(parts, (~(ratio.abs() < NEAR)).tolist(), strict=True)
-            for row in part
-            if used
-        ]
-        for ratio in ratios
-    ]
+    kept = [list(chain(*compress(parts, (~(ratio.abs() < NEAR)).tolist()))) for ratio in ratios]
     if any(of_rank != kept[0] for of_rank in kept):
         return f"{subject} of only the own rank's rows: not averaged over {ranks_text(ranks)}"
     if kept[0] != every:
@@ -400,9 +390,8 @@ _HYPOTHESES = (_by_factor, _over_ranks, _by_rows, _by_norm_of_a_rank, _by_half_p
 def _of_weights(case: Case, names: Sequence[str]) -> str | None:
     """Return why new weights differ where gradients are equal."""
     ranks = sorted({rank for name in names for rank in case.wrong_ranks("weight", name)})
-    every = list[
-        Tensor
-    ]()  # [a rank's, plain PyTorch's and the initial weights, elements] of parameters and ranks
+    # [a rank's, plain PyTorch's and the initial weights, elements] of parameters and ranks.
+    every = list[Tensor]()
     for name in names:
         values, now = case.samples("weight", name), case.plain.parameters[name]
         given = [sample(tensor, now.grad) for tensor in (now, case.model.get_parameter(name))]

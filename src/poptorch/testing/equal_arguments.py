@@ -25,12 +25,7 @@ def check_arguments(
         ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
         ("options", options, options is None or hasattr(options, "_counts"), "a poptorch.Options or None"),
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer | None), "an optimizer or None"),
-        (
-            "update",
-            update,
-            isinstance(update, Callable | None),
-            "a function of a model, an optimizer and a batch",
-        ),
+        ("update", update, isinstance(update, Callable | None), "a function of model, optimizer and batch"),
         ("updates", updates, isinstance(updates, int) and updates > 0, "a positive int"),
         ("micro_batches", number, isinstance(number, int) and number > 0, "a positive int"),
     )

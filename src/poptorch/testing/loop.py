@@ -116,15 +116,9 @@ class Loop:
                 parameter.grad = None
             self._at_step.clear()
             self._steps.clear()
-            hooks = (
-                register_optimizer_step_pre_hook(self._note_step),
-                register_module_forward_hook(self._note_dtype),
-            )
-            try:
+            hook = register_module_forward_hook(self._note_dtype)
+            with register_optimizer_step_pre_hook(self._note_step), hook:
                 returned = self._update(self.model, self._optimizer, batch)
-            finally:
-                for hook in hooks:
-                    hook.remove()
             updated = returned if isinstance(returned, Updated) else Updated(returned)
             self._losses += _losses_of(updated.loss)
         self._tensors = self._own_tensors()

@@ -91,12 +91,10 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _text(error: BaseException) -> str:
     """Return what an error says, and the user's line that raised it."""
-    text = (
-        error.message.removeprefix("compare: ")
-        if isinstance(error, Error)
-        else f"{type(error).__name__}: {error}"
-    )
-    return f"{text if isinstance(error, Error) else text.splitlines()[0]:.300}\n  at {user_line(error)}"
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if isinstance(error, Error):
+        text = error.message.removeprefix("compare: ")[:300]
+    return f"{text}\n  at {user_line(error)}"
 
 
 def _close_connections() -> None:
