@@ -70,7 +70,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
     if not program:
         parser.error("the program is missing\n  fix: poprun [options] program [args...]")
-    fewest, most = parser.check_number_options(options)
+    options.fewest_instances, options.instances = parser.check_number_options(options)
     mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
     for name, _, _ in pairs:
@@ -83,27 +83,16 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
     if options.wait_limit is not None:
         variables[WAIT_LIMIT] = f"{options.wait_limit:g}"
-    folder = str(Path(options.checkpoint_dir).absolute()) if options.checkpoint_dir else ""
-    if folder:
-        variables[CHECKPOINTS] = folder
-    given = vars(options)
-    unchanged: dict[str, Any] = {x.name: given[x.name] for x in fields(CommandLine) if x.name in given}
-    changed = {
-        "checkpoint_dir": folder,
-        "max_restarts": (3 if fewest else 0) if options.max_restarts is None else options.max_restarts,
-    }
-    return CommandLine(
-        **unchanged | changed,
-        program=tuple(program),
-        replicas=options.num_replicas,
-        instances=most,
-        fewest_instances=fewest,
-        hosts=tuple(host.strip() for host in (options.host or "").split(",") if host.strip()),
-        variables=tuple(variables.items()),
-        tags_output=options.tag_output or mpi.tag_output,
-        recorded=tuple(name for name in _RECORDED if getattr(options, name.replace("-", "_")) is not None),
-        ignored_mpi=tuple(ignored_mpi),
-    )
+    if options.checkpoint_dir:
+        options.checkpoint_dir = variables[CHECKPOINTS] = str(Path(options.checkpoint_dir).absolute())
+    if options.max_restarts is None:
+        options.max_restarts = 3 if options.fewest_instances else 0
+    options.program, options.variables = tuple(program), tuple(variables.items())
+    options.replicas, options.tags_output = options.num_replicas, options.tag_output or mpi.tag_output
+    options.hosts = tuple(host.strip() for host in (options.host or "").split(",") if host.strip())
+    options.recorded = tuple(x for x in _RECORDED if getattr(options, x.replace("-", "_")) is not None)
+    options.ignored_mpi = tuple(ignored_mpi)
+    return CommandLine(**{field.name: getattr(options, field.name) for field in fields(CommandLine)})
 
 
 def can_run(replicas: int, ipus: int, instances: int) -> bool:
@@ -146,7 +135,12 @@ class _Parser(CommandParser):
         add = self.add_argument
         add("--num-replicas", **number, default=1, help="replicas in all instances together (1)")
         add("--num-instances", default="1", metavar="N", help="processes (1); 2:8 starts an elastic run")
-        add("--checkpoint-dir", metavar="DIR", help="the folder of popdist.Checkpoint, which all hosts share")
+        add(
+            "--checkpoint-dir",
+            default="",
+            metavar="DIR",
+            help="the folder of popdist.Checkpoint, on all hosts",
+        )
         add("--instances-per-node", **number, default=0, help="elastic: the most that this node runs")
         add("--ipus-per-replica", **number, default=1, help="ipus that one replica of the model uses (1)")
         add("-H", "--host", metavar="A,B,...", help="hosts that share the instances; ssh starts them")

@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # a notebook without ipywidgets gets tqdm's bar
 from popengine.compile.describe import sized_tasks
 from popengine.drawing import schedule_svg
 from popengine.errors import CaptureError, Error, PartitionError
-from popengine.ir import Graph, Plan, Task
+from popengine.ir import Graph, Plan
 from popengine.run.devices import core_count
 from popengine.schedules import SimulatedStep, drawn_schedule, simulate_step
 from popengine.settings import Place, Settings
@@ -122,13 +122,6 @@ def check_hardware_rules(plan: Plan, settings: Settings) -> None:
         )
 
 
-def _frequency_and_time(task: Task) -> tuple[str, str]:
-    """Return the period of a row's transfers, "micro-batch" or "step", and when in it, such as "after F0"."""
-    if task.phase:
-        return "micro-batch", f"after {task.phase}{task.stage}"
-    return "step", "at its start (shared weights)"
-
-
 # ---- the overview ----------------------------------------------------------------------------------------
 
 
@@ -167,7 +160,9 @@ class Overview:
         )
         self.stages = [(s, partition.ipus[s], names, sizes[s]) for s, names in enumerate(partition.names)]
         self.transfers = [
-            (task.ipu, part.peer, part.bytes, *_frequency_and_time(task))
+            (task.ipu, part.peer, part.bytes, "micro-batch", f"after {task.phase}{task.stage}")
+            if task.phase
+            else (task.ipu, part.peer, part.bytes, "step", "at its start (shared weights)")
             for task in sized_tasks(plan, graph)
             for part in task.instructions
             if part.kind == "send"
