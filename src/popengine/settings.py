@@ -33,7 +33,6 @@ class Strategy:
     auto: AutoRule | None = "same_as_ipu"  # None: `stages` lists the blocks of each stage
     stages: tuple[StagePlan, ...] = ()
     ipus: int = 1  # on which the rule "balance" places the blocks
-    capacity: float = float("inf")  # bytes of an ipu, for this rule
     or_sharded: bool = False  # a pipeline with too few micro-batches runs as "sharded", and is no error
 
 
@@ -94,7 +93,6 @@ class Optimizer:
 
     kind: str  # its name in messages, such as "ADAMW"
     state_types: dict[str, torch.dtype] = field(default_factory=dict)  # of each state, such as "exp_avg"
-    states: int = 0  # number of these states that a weight has, for estimates of memory
     accumulator_type: torch.dtype = torch.float32
     max_grad_norm: float = float("inf")
     max_grad_value: float = float("inf")

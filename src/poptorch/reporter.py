@@ -111,7 +111,7 @@ class Reporter:
                 "time": recorder.time_of_origin,
             },
             "detailed_step": None if detail is None else [detail.call, detail.step],
-            "capacity": _memory_capacity(settings.strategy.capacity),
+            "capacity": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             "threads": len(engine.queue.cores),
             "threads_inside": inside,
             "plan": self.number,
@@ -155,14 +155,6 @@ def _joined_devices(engine: Engine) -> dict[str, Any]:
     }
     parts = [(str(s.device), [*engine.plan.state_at(s.where.place)], [*s.where.replicas]) for s in states]
     return {"joined": {"cores": cores, "one_clock": True, "missing": [], "devices": parts}}
-
-
-def _memory_capacity(ipu_bytes: float) -> dict[str, Any]:
-    """Return the entry "capacity" of a profile's facts: the memory of an ipu, or (infinite) of this machine."""
-    if ipu_bytes < math.inf:
-        return {"bytes": int(ipu_bytes), "of": "the capacity of an ipu", "shared": False}
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"bytes": machine, "of": "this machine's memory", "shared": True}
 
 
 def start_reporter(executor: Any, options: Options, training: bool, number: int) -> Reporter | None:

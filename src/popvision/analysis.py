@@ -101,14 +101,13 @@ class Figures:
         self.devices = replace(profile, runs=tuple(runs))
 
         self.compile_seconds = sum(entry.seconds for entry in profile.passes)
-        self.needs, held_by = memory.memory_needs(profile, runs), facts.get("capacity") or {}
+        self.needs = memory.memory_needs(profile, runs)
         totals = [need.total for need in self.needs]
         self.largest = max(totals, default=None)
         self.activations = sum(need.activations or 0 for need in self.needs)
-        self.wanted = replicas * sum(totals) if held_by.get("shared") else self.largest or 0
-        self.capacity = held_by.get("bytes")  # None: unknown
+        self.wanted = replicas * sum(totals)
+        self.capacity = facts.get("capacity")  # bytes of the machine's memory; None: unknown
         self.fits = self.wanted <= self.capacity if self.capacity and self.needs else None
-        self.capacity_of = held_by.get("of", "") + (", which all ipus share" if held_by.get("shared") else "")
 
         self.host = _host_seconds(profile)
 

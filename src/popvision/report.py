@@ -252,7 +252,7 @@ def summary(profile: Profile) -> str:
     ]
     if found.capacity and found.needs:
         verdict = "fits into" if found.fits else "DOES NOT FIT into"
-        lines.append(f"  {verdict} {size_text(found.capacity)}: {found.capacity_of}")
+        lines.append(f"  {verdict} {size_text(found.capacity)}: this machine's memory, which all ipus share")
     lines += [f"  {fact}" for fact in fact_sentences(found).values()] if found.calls else []
     lines += [f"  ! {warning}" for warning in warning_sentences(found)]
     return "\n".join(lines) + "\n"

@@ -122,7 +122,7 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
         )
     if figures.fits is False and figures.capacity:
         yield (
-            f"Does not fit: {size_text(figures.wanted)} are needed, and {figures.capacity_of} is"
+            f"Does not fit: {size_text(figures.wanted)} are needed, and this machine has"
             f' {size_text(figures.capacity)}. Recomputation (options._Popart.set("autoRecomputation", 3)), a smaller'
             " micro-batch or more stages need less."
         )

@@ -11,7 +11,6 @@ from parity_runs import options
 from torch import nn
 
 import poptorch
-from popengine.compile.describe import bytes_held_for_backward
 from popengine.profile import load
 from popvision.analysis import Figures
 
@@ -62,22 +61,6 @@ def test_accumulation_does_not_raise_what_a_stage_of_a_pipeline_holds(tmp_path):
         assert need.activations <= in_flight * PLANNED + 3 * HANDED + need.gradients
         assert need.between <= STAGES * HANDED
         assert need.always == before.always
-
-
-def test_the_plan_says_what_a_stage_holds_of_a_micro_batch_and_recomputes():
-    assert planned() == (PLANNED, PLANNED, PLANNED, PLANNED + HANDED)  # the last one: and the targets
-    assert planned(recompute=True) == (HANDED, HANDED, HANDED, 2 * HANDED)
-
-
-def planned(recompute=False):
-    torch.manual_seed(0)
-    model = Deep()
-    opts = options(None, 8)
-    if recompute:
-        opts._Popart.set("autoRecomputation", 3)
-    executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
-    executor.compile(*(torch.randn(8 * ROWS, WIDTH) for _ in range(2)))
-    return bytes_held_for_backward(executor._executable.graph, executor._executable.plan.partition)
 
 
 def test_with_recomputation_only_one_micro_batch_at_a_time_has_its_activations(tmp_path):

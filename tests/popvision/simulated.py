@@ -81,7 +81,7 @@ def simulated(
                 "detailed_step": [0, 0],
             },
             **{"cores": 64, "threads": cores, "device": "cpu", "versions": {"torch": "2"}, "made": "today"},
-            "capacity": {"bytes": 1 << 30, "of": "a device", "shared": False},
+            "capacity": 1 << 30,
         },
         passes=(Pass("capture", 0.5), Pass("lower", 0.25)),
         blocks=tuple(

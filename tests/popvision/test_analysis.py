@@ -186,8 +186,7 @@ def test_memory_held_follows_the_tensors_in_a_step_on_separate_devices():
 
 def test_what_does_not_fit_is_said_first():
     profile = simulated(2, 4)
-    small = {"bytes": 1000, "of": "a device", "shared": False}
-    found = Figures(replace(profile, facts={**profile.facts, "capacity": small}))
+    found = Figures(replace(profile, facts={**profile.facts, "capacity": 1000}))
     assert found.fits is False
     assert warning_sentences(found)[0].startswith("Does not fit")
 
@@ -195,8 +194,7 @@ def test_what_does_not_fit_is_said_first():
 def test_memory_that_replicas_share_is_needed_by_each_of_them():
     profile = simulated(2, 4)
     one = sum(need.total for need in Figures(profile).needs)
-    shared = {"bytes": 3 * one - 1, "of": "this machine's memory", "shared": True}
-    counts, facts = {**profile.counts, "replicas": 3}, {**profile.facts, "capacity": shared}
+    counts, facts = {**profile.counts, "replicas": 3}, {**profile.facts, "capacity": 3 * one - 1}
     large = replace(profile, counts=counts, facts=facts)
     found = Figures(large)
     assert (found.fits, found.wanted) == (False, 3 * one)

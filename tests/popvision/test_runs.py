@@ -375,15 +375,3 @@ def test_a_long_run_writes_its_profile_now_and_then(tmp_path, monkeypatch):
         inference(torch.randn(3 * ROWS, WIDTH))
         assert load(tmp_path / "inference" / "profile.pop").facts["calls"] == calls
     inference.destroy()
-
-
-def test_a_capacity_that_auto_balance_was_told_is_what_an_ipu_is_held_against(tmp_path):
-    options = poptorch.Options().enableProfiling(tmp_path).showCompilationProgressBar(False)
-    options.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoBalance(2, capacity=1e9)))
-    options.Training.gradientAccumulation(4)
-    model = Model()
-    trainer = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), lr=0.01))
-    trainer(torch.randn(4 * ROWS, WIDTH))
-    trainer.detachFromDevice()
-    found = Figures(load(tmp_path / "training" / "profile.pop"))
-    assert (found.capacity, found.capacity_of, found.fits) == (10**9, "the capacity of an ipu", True)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..ir import Graph, Instruction, Line, Partition, Plan, Task, Visit
+from ..ir import Graph, Instruction, Line, Plan, Task, Visit
 from ..order import Action, order_named, step_duration, timeline
 from ..profile import Operation, Profile, ProfiledBlock, Tensor, Tick
 from ..settings import Place, Settings
@@ -252,14 +252,3 @@ def held_tensors(plan: Plan, graph: Graph) -> list[Tensor]:
                         found.append(Tensor(task.ipu, name, kinds[kind], size, row, -1))
                     alive.add(name)
     return found
-
-
-def bytes_held_for_backward(graph: Graph, partition: Partition) -> tuple[int, ...]:
-    """Return the bytes of activations and inputs that each stage's backward reads, for one micro-batch."""
-    memories, found = _memory_of_values(graph), [0] * partition.stages
-    backwards = [piece for piece in partition.pieces if piece.phase != "F"]
-    others = {name for piece in backwards for name in piece.writes} | partition.prepared.keys()
-    for piece in backwards:
-        held = dict(memories[name] for name in set(piece.reads) - others if name in memories)
-        found[piece.stage] = sum(held.values())
-    return tuple(found)

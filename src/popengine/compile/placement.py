@@ -1,7 +1,7 @@
 """Placement: the stage of each block and the ipu of each stage, from the user's strategy and the captured blocks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -161,62 +161,46 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of one block: seconds of forward and backward of a micro-batch, and bytes of memory."""
-
-    name: str
-    seconds: float
-    bytes: int = 0
-
-
-def balance_blocks(
-    costs: Sequence[Cost], ipus: int, capacity: float = float("inf")
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the blocks of each ipu, cut evenly by their seconds. An ipu can hold `capacity` bytes.
-    Raise PartitionError if there is no such cut."""
-    count = len(costs)
-    if count < ipus:
+def balance_blocks(costs: Mapping[str, float], ipus: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the blocks of each ipu, cut evenly by `costs`, their seconds for forward and backward of a
+    micro-batch. Raise PartitionError if there are too few blocks."""
+    names = list(costs)
+    if len(names) < ipus:
         raise PartitionError(
-            f"{count} blocks can't be placed on {ipus} ipus\n  fix: mark more blocks, or use at most {count} ipus"
+            f"{len(names)} blocks can't be placed on {ipus} ipus\n"
+            f"  fix: mark more blocks, or use at most {len(names)} ipus"
         )
-    begins = _even_cut([cost.seconds for cost in costs], ipus, [cost.bytes for cost in costs], capacity)
-    if not begins:
-        raise PartitionError(
-            f"no placement of {count} blocks on {ipus} ipus fits {capacity:.3g} bytes an ipu\n"
-            "  fix: use more ipus, smaller blocks, or recomputation"
-        )
-    return tuple(tuple(cost.name for cost in costs[start:end]) for start, end in pairwise([*begins, count]))
+    begins = _even_cut([*costs.values()], ipus)
+    return tuple(tuple(names[start:end]) for start, end in pairwise([*begins, len(names)]))
 
 
-def _even_cut(costs: Sequence[float], parts: int, sizes: Sequence[int], capacity: float) -> list[int]:
-    """Return the index at which each of `parts` parts of a sequence begins; [] if there is no such cut.
+def _even_cut(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Return the index at which each of `parts` parts of a sequence begins.
 
     No part is empty. The largest sum of `costs` of a part is minimal; of several such cuts, that with the least sum of
-    squares is returned. The sum of a part's `sizes` is at most `capacity`.
+    squares is returned.
     """
-    loads, held = [0.0, *accumulate(costs)], [0, *accumulate(sizes)]
+    loads = [0.0, *accumulate(costs)]
     # By index: (largest sum, sum of squares, begins) of the best cut of the items before it.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for _ in range(parts):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(1, len(loads)):
             for start in range(end - 1, -1, -1):
                 load = loads[end] - loads[start]
-                if held[end] - held[start] > capacity or (end in found and load > found[end][0]):
+                if end in longer and load > longer[end][0]:
                     break  # an earlier start has a larger load
                 if start in best:
                     largest, squares, begins = best[start]
                     cut = max(largest, load), squares + load * load, (*begins, start)
-                    found[end] = min(found.get(end, cut), cut)
-        best = found
-    return list(best[len(costs)][2]) if len(costs) in best else []
+                    longer[end] = min(longer.get(end, cut), cut)
+        best = longer
+    return best[len(costs)][2]
 
 
-def describe_balance(costs: Sequence[Cost], cut: Sequence[Sequence[str]]) -> str:
+def describe_balance(costs: Mapping[str, float], cut: Sequence[Sequence[str]]) -> str:
     """Return a text: the load of each ipu, of whose blocks `cut` has the names."""
-    of = {cost.name: cost.seconds for cost in costs}
     return "\n".join(
-        f"  ipu {ipu}: {sum(of[name] for name in names) * 1e3:.3f} ms: {', '.join(names)}"
+        f"  ipu {ipu}: {sum(costs[name] for name in names) * 1e3:.3f} ms: {', '.join(names)}"
         for ipu, names in enumerate(cut)
     )

@@ -4,7 +4,6 @@ A strategy is a builder: a user may still change it (`strategy.stage("A").ipu(2)
 value. Compilation checks the strategy against the model's blocks.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -148,14 +147,12 @@ class AutoBalance:
     reason. In a model without marks, each repeated layer is a block.
 
     Args:
-        ipus:     the number of ipus; each runs one stage of consecutive blocks
-        capacity: bytes of weights, gradients, optimizer state and activations that an ipu may hold
+        ipus: the number of ipus; each runs one stage of consecutive blocks
 
     >>> opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoBalance(4)))
     """
 
     ipus: int
-    capacity: float = math.inf
 
     def __post_init__(self) -> None:
         checked("AutoBalance", self.ipus, int, least=1)
@@ -172,7 +169,7 @@ class _StagedExecution(ExecutionStrategy):
     def freeze(self) -> Strategy:
         strategy = super().freeze()
         if isinstance(self._auto, AutoBalance):
-            return replace(strategy, auto="balance", ipus=self._auto.ipus, capacity=self._auto.capacity)
+            return replace(strategy, auto="balance", ipus=self._auto.ipus)
         return strategy if self._auto is None else replace(strategy, auto=_RULES[self._auto])
 
     def __repr__(self) -> str:

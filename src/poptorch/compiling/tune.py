@@ -7,14 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from popengine.compile.describe import bytes_held_for_backward
 from popengine.compile.partition import partition, visits_with_operations
-from popengine.compile.placement import (
-    Cost,
-    balance_blocks,
-    describe_balance,
-    place_blocks,
-)
+from popengine.compile.placement import balance_blocks, describe_balance, place_blocks
 from popengine.errors import PartitionError
 from popengine.ir import Graph
 from popengine.run.instances.all_reduce import all_gather_rows
@@ -40,12 +34,12 @@ def with_balanced_stages(
     costs = _block_costs(graph, settings, weights, inputs)
     if together and settings.training and settings.counts.processes > 1:
         group = group_of_size(settings.counts.processes)
-        mine = torch.tensor([[cost.seconds for cost in costs]], dtype=torch.float64)
+        mine = torch.tensor([[*costs.values()]], dtype=torch.float64)
         fingerprint = {"AutoBalance": {"blocks": str(len(costs))}}
         gather = partial(all_gather_rows, group, range(group.size), Tag.COSTS, mine)
         seconds = group.barrier("AutoBalance", fingerprint, gather)[0].tolist()
-        costs = [replace(cost, seconds=spent) for cost, spent in zip(costs, seconds, strict=True)]
-    cut = balance_blocks(costs, settings.strategy.ipus, settings.strategy.capacity)
+        costs = dict(zip(costs, seconds, strict=True))
+    cut = balance_blocks(costs, settings.strategy.ipus)
     logger.info("AutoBalance placed %d blocks:\n%s", len(costs), describe_balance(costs, cut))
     stages = tuple(StagePlan(blocks, ipu) for ipu, blocks in enumerate(cut))
     return replace(settings, strategy=replace(settings.strategy, auto=None, stages=stages))
@@ -53,8 +47,8 @@ def with_balanced_stages(
 
 def _block_costs(
     graph: Graph, settings: Settings, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
-) -> list[Cost]:
-    """Return seconds and bytes of each block in order; the first one has what runs before it, too."""
+) -> dict[str, float]:
+    """Return the seconds of each block in order, by name; those of the first one include what runs before it."""
     used = visits_with_operations(graph)
     placement = place_blocks(graph.visits, used, _STAGE_OF_EACH_BLOCK)
     names = {
@@ -70,14 +64,6 @@ def _block_costs(
     measured = call_in_one_thread(partial(seconds_of_pieces, parts, weights, inputs))
     for piece, spent in zip(parts.pieces, measured, strict=True):
         seconds[piece.stage] += spent
-    # A pipeline holds the activations of one micro-batch for each ipu; an update holds copies of the weights.
-    size = [held * settings.strategy.ipus for held in bytes_held_for_backward(graph, parts)]
-    optimizer = settings.optimizer
-    copies = 2 + optimizer.states if optimizer else 1
-    for slot in graph.slots:
-        if slot.name in parts.home:
-            value = weights[slot.key]
-            size[parts.home[slot.name]] += value.numel() * value.element_size() * copies
     first = min(names)
-    seconds[first], size[first] = sum(seconds[: first + 1]), sum(size[: first + 1])
-    return [Cost(str(name), seconds[stage], size[stage]) for stage, name in sorted(names.items())]
+    seconds[first] = sum(seconds[: first + 1])
+    return {str(name): seconds[stage] for stage, name in sorted(names.items())}

@@ -154,11 +154,9 @@ def take_snapshot(
     _check_parameters(optimizer, names)
     states = {} if known is None else {name: state for name, state in known._states.items() if state.dtype}
     types = {name: getattr(optimizer, state.dtype, torch.float32) for name, state in states.items()}
-    is_there = [not s.when or any(group.get(s.when) for group in groups) for s in states.values()]
     frozen = settings.Optimizer(
         kind=name_in_messages(optimizer),
         state_types=types,
-        states=sum(is_there),
         accumulator_type=getattr(optimizer, "accum_type", torch.float32),
         max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
         max_grad_value=_clipping_bound(optimizer, "max_grad_value"),

@@ -8,7 +8,7 @@ function memoryView(entry) {
   return make("div", {},
     make("section", { class: "card" },
       make("h2", {}, "What each ipu needs at the most"),
-      figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: ${figures.capacity_of}`) : null,
+      figures.capacity ? make("p", { class: figures.fits === false ? "bad" : "good", style: { marginBottom: "10px" } }, `${verdict}${units.bytes(figures.capacity)}: this machine's memory, which all ipus share`) : null,
       memoryBars(figures.needs, kinds), legend(kinds), make("div", { style: { marginTop: "12px" } }, memoryTable(figures.needs, kinds)),
       make("p", { class: "hint", style: { marginTop: "8px" } }, "between: sent by another ipu and not received yet.")),
     liveness(entry, profile));

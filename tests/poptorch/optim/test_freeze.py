@@ -82,19 +82,6 @@ def test_a_tensor_learning_rate_is_read():
     assert freeze(torch.optim.Adam(MODEL.parameters(), lr=torch.tensor(0.5)))[1].groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("build", "states"),
-    [
-        (lambda p: SGD(p, lr=0.1), 0),
-        (lambda p: SGD(p, lr=0.1, momentum=0.5), 1),
-        (torch.optim.AdamW, 2),
-        (lambda p: RMSprop(p, centered=True, momentum=0.5), 3),
-    ],
-)
-def test_estimates_of_memory_count_the_states_that_a_weight_has(build, states):
-    assert freeze(build(MODEL.parameters()))[0].states == states
-
-
 def test_max_weight_norm_may_be_none():
     freeze(LAMB([{"params": MODEL.parameters(), "max_weight_norm": None}]))
 
