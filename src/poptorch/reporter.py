@@ -24,7 +24,7 @@ from popengine import profile
 from popengine.compile.describe import describe, held_tensors
 from popengine.environment import pando_version
 from popengine.errors import Error
-from popengine.run.engine import Engine, threads_per_operation
+from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder, StepDetail
 from popengine.settings import Optimizer
 
@@ -97,7 +97,6 @@ class Reporter:
         detail = recorder.detail
         found = describe(engine.plan, settings, executable.graph)
         name = options("model_name") if options.exists("model_name") else found.name
-        inside = threads_per_operation(engine.plan, settings, torch.get_num_threads())
         facts = {
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
@@ -113,7 +112,6 @@ class Reporter:
             "detailed_step": None if detail is None else [detail.call, detail.step],
             "capacity": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
             "threads": len(engine.queue.cores),
-            "threads_inside": inside,
             "plan": self.number,
             "versions": {
                 "pando": pando_version(),

@@ -80,7 +80,7 @@ def simulated(
                 "ns_in_calls": steps * length,
                 "detailed_step": [0, 0],
             },
-            **{"cores": 64, "threads": cores, "device": "cpu", "versions": {"torch": "2"}, "made": "today"},
+            **{"cores": 64, "threads": cores, "versions": {"torch": "2"}, "made": "today"},
             "capacity": 1 << 30,
         },
         passes=(Pass("capture", 0.5), Pass("lower", 0.25)),

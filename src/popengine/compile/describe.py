@@ -82,7 +82,6 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
             "schedule_micro_batches": plan.micro_batches,
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
-            "device": settings.device,
             "ipus_of_instances": [
                 [i for i in sorted({*partition.ipus}) if plan.places.get(i, Place()).process == part]
                 for part in range(settings.counts.parts)
