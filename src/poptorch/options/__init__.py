@@ -12,15 +12,4 @@ from poptorch.options.option_parts import (
 )
 from poptorch.options.options import ConfigFileError, Options
 
-__all__ = [
-    "ConfigFileError",
-    "Distributed",
-    "Jit",
-    "Options",
-    "OptionsDict",
-    "Popart",
-    "Precision",
-    "TensorLocationSettings",
-    "TensorLocations",
-    "Training",
-]
+__all__ = [name for name, value in vars().items() if isinstance(value, type)]  # pyright: ignore
