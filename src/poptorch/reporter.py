@@ -95,8 +95,8 @@ class Reporter:
     def _make_profile(self, engine: Engine, executable: Executable) -> profile.Profile:
         recorder, options, settings = self.recorder, self.options, engine.settings
         detail = recorder.detail
-        found = describe(engine.plan, settings, executable.graph)
-        name = options("model_name") if options.exists("model_name") else found.name
+        tables = describe(engine.plan, settings, executable.graph)
+        name = options("model_name") if options.exists("model_name") else tables.name
         facts = {
             "calls": recorder.calls,
             "failed_calls": recorder.failed_calls,
@@ -124,18 +124,18 @@ class Reporter:
             "optimizer": _describe_optimizer(settings.optimizer),
         }
         return replace(
-            found,
+            tables,
             name=f"{name} (plan {self.number})" if self.number > 1 else name,
-            facts={**found.facts, **facts, **_joined_devices(engine)},
+            facts={**tables.facts, **facts, **_joined_devices(engine)},
             passes=tuple(profile.Pass(name, round(seconds, 6)) for name, seconds in self.passes.items()),
-            operations=tuple(_add_times(found, detail)),
+            operations=tuple(_add_times(tables, detail)),
             runs=tuple(itertools.chain(*recorder.kept, recorder.broken)),
             calls=tuple(recorder.in_calls),
             host=tuple(recorder.host),
             memory=tuple(
                 engine.memory(replica, ipu)
                 for replica in range(settings.counts.replicas)
-                for ipu in found.facts["ipus_of_instances"][settings.counts.part]
+                for ipu in tables.facts["ipus_of_instances"][settings.counts.part]
             ),
             tensors=tuple(held_tensors(engine.plan, executable.graph)),
             options=tuple(_changed_options(options, settings.training)),
@@ -208,5 +208,5 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 
 def _option_texts(options: Options) -> dict[str, str]:
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
-    found = {name: str(value) for part in parts for name, value in part.items()}
-    return {**found, "execution_strategy": type(options._execution_strategy).__name__}
+    texts = {name: str(value) for part in parts for name, value in part.items()}
+    return {**texts, "execution_strategy": type(options._execution_strategy).__name__}

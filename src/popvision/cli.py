@@ -72,11 +72,11 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _write_and_open_report(args: argparse.Namespace) -> None:
-    found = find_profiles(args.report)
-    for path in found:
+    profiles = find_profiles(args.report)
+    for path in profiles:
         load(path)  # a profile that can't be read is an error here, not a page about one
     try:
-        page = write_report(found[0].parent.parent, args.output)
+        page = write_report(profiles[0].parent.parent, args.output)
     except OSError as error:
         raise ProfileError(
             f"the page can't be written: {error}\n  fix: --output PAGE, in a folder of yours"

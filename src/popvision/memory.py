@@ -39,15 +39,15 @@ def memory_needs(profile: Profile, runs: Sequence[TaskRun] = ()) -> list[IpuMemo
     """Return the bytes that each ipu of replica 0 needs, at the peaks of a step on separate devices, whose tasks are
     `runs`."""
     fixed = {row.ipu: row for row in profile.memory if row.replica == 0}
-    waiting, found = peak_bytes_in_transit(profile, runs), []
+    waiting, needs = peak_bytes_in_transit(profile, runs), []
     for ipu in profile.devices:
         row = fixed.get(ipu, KeptBytes(0, ipu))
         peak = (
             max((size for _, size in bytes_curve(profile, runs, ipu)), default=0) if profile.tensors else None
         )
         kept = row.weights, row.buffers, row.gradients, row.optimizer
-        found.append(IpuMemory(ipu, *kept, peak, waiting.get(ipu, 0)))
-    return found
+        needs.append(IpuMemory(ipu, *kept, peak, waiting.get(ipu, 0)))
+    return needs
 
 
 def memory_table(needs: Sequence[IpuMemory]) -> list[list[str]]:
@@ -88,11 +88,11 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
 def operation_end_shares(profile: Profile) -> dict[int, list[tuple[float, Operation]]]:
     """Return, by row of the table, a list of (share, operation) in the order of the operations; `share` is the fraction
     of the row's time that has passed when the operation ends."""
-    found = {}
+    shares = {}
     for task, operations in group_by(profile.operations, lambda operation: operation.task).items():
         ends = list(accumulate(operation.ns for operation in operations))
-        found[task] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
-    return found
+        shares[task] = [(end / (ends[-1] or 1), row) for end, row in zip(ends, operations, strict=True)]
+    return shares
 
 
 def peak_bytes_in_transit(profile: Profile, runs: Sequence[TaskRun]) -> dict[int, int]:

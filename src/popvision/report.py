@@ -45,15 +45,15 @@ def find_profiles(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     here = path / PROFILE
-    found = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
-    found.sort(key=lambda one: one.parent.name != "training")
+    profiles = [here] if here.is_file() else sorted(path.glob(f"*/{PROFILE}"))
+    profiles.sort(key=lambda one: one.parent.name != "training")
     if not path.exists():
         near = did_you_mean(path.name, (inner.name for inner in path.parent.glob("*")))
         raise ProfileError(
             f"there is no file or folder {path}{near}\n  fix: the folder of options.enableProfiling(folder), which the"
             " program writes at its end, or at trainer.detachFromDevice()"
         )
-    if not found:
+    if not profiles:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
             names = "".join(f"\n  {inner}" for inner in reports)
             raise ProfileError(
@@ -63,7 +63,7 @@ def find_profiles(path: Path) -> list[Path]:
             f"no {PROFILE} in {path}, nor in a folder there\n"
             '  fix: options.enableProfiling("report") in the program, and popvision with that folder'
         )
-    return found
+    return profiles
 
 
 def write_report(directory: Path, target: Path | None = None) -> Path:

@@ -117,12 +117,12 @@ def row_costs(events: Iterable[Event]) -> dict[int, float]:
     That is the median over steps of the mean in a step: caches are colder for its first micro-batch. Waits inside a
     task (for I/O, say) are part of its cost, but not of `Event.cost`; so it is at least the fastest run's duration.
     """
-    found = {}
+    costs = {}
     for row, runs in group_by(events, lambda event: event.task).items():
         steps = group_by(runs, lambda event: (event.call, event.step)).values()
         typical = median(fmean(event.cost for event in own) for own in steps)
-        found[row] = max(typical, min(event.end - event.start for event in runs))
-    return found
+        costs[row] = max(typical, min(event.end - event.start for event in runs))
+    return costs
 
 
 def stage_times(
@@ -130,7 +130,7 @@ def stage_times(
 ) -> list[StageTime]:
     """Return the cost of each stage, given the ns of one run of each row, and of the update of each ipu, which is
     divided equally among its stages."""
-    found = []
+    times = []
     for stage, (ipu, blocks) in enumerate(zip(profile.ipus, profile.stages, strict=True)):
         phases, around = dict.fromkeys(profile.phases, 0.0), 0.0
         for row, task in enumerate(profile.tasks):
@@ -141,8 +141,8 @@ def stage_times(
         update = updates.get(ipu, 0.0) / profile.ipus.count(ipu)
         phases = {phase: ns for phase, ns in phases.items() if ns}
         total = sum(phases.values()) + around
-        found.append(StageTime(stage, ipu, blocks, phases, around, update, total))
-    return found
+        times.append(StageTime(stage, ipu, blocks, phases, around, update, total))
+    return times
 
 
 def ipu_usages(stages: Sequence[StageTime], micro_batches: int, length: float) -> list[Usage]:

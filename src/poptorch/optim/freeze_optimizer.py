@@ -125,14 +125,14 @@ class Snapshot:
 
     def rates(self) -> dict[str, list[Any]]:
         """Return each rate's values in the groups, by name: those that have a name in `variable_attrs`, or all."""
-        found: dict[str, list[Any]] = {"loss_scaling": [self.hyper.loss_scaling]}
+        values_of: dict[str, list[Any]] = {"loss_scaling": [self.hyper.loss_scaling]}
         for group in self.hyper.groups:
             values = numbers_of(self.kind, group)
             if "velocity_scaling" in group:
                 values["velocity_scaling"] = group["velocity_scaling"]
             for name, value in values.items():
-                found.setdefault("betas" if name.startswith("beta") else name, []).append(value)
-        return found
+                values_of.setdefault("betas" if name.startswith("beta") else name, []).append(value)
+        return values_of
 
 
 def take_snapshot(
@@ -189,11 +189,11 @@ def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
     for what, value in _compared_values(before.frozen).items():
         if values.get(what, value) != value:
             changes.append(f"  {what}: it was {value}, now it is {values[what]}\n")
-    found_rates = now.rates()
+    present_rates = now.rates()
     for name, rates in before.rates().items() if with_rates else ():
-        found = found_rates.get(name, []) if name in before.constants else []
-        if any(one != other for one, other in zip(rates, found, strict=False)):  # groups may be added
-            changes.append(f"  modified constant attribute {name!r}: it was {rates}, now it is {found}\n")
+        present = present_rates.get(name, []) if name in before.constants else []
+        if any(one != other for one, other in zip(rates, present, strict=False)):  # groups may be added
+            changes.append(f"  modified constant attribute {name!r}: it was {rates}, now it is {present}\n")
     if changes:
         raise Error(
             f"the {now.label} optimizer changes what is compiled in:\n{''.join(changes)}"
