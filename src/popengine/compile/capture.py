@@ -40,7 +40,7 @@ from .recording.functional import make_functional_graph
 from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, map_leaves
 from .recording.leftovers import Shelves, StoredValue, check_none_left, fake_tensors_in
 from .recording.noting import Noting
-from .recording.reads import MISSING, Read, Reads, hooks_reader
+from .recording.reads import MISSING, Read, Reads, gradient_hooks
 from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
@@ -80,10 +80,8 @@ def capture(
     )
     with shelves.restored():
         found = first = record({})
-        if first.changed or first.reshaped:
+        if first.changed or first.reshaped or first.made:
             found, dropped = _record_again(first, record)
-        if first.made:
-            _check_made_buffers(first, record)
     check_none_left(module, first.containers)
     _drop_fake_items(read.args[0] for read in first.changed if read.get in (len, tuple))
     if dropped:
@@ -166,8 +164,8 @@ def _record(
     reads = noting.finish(recorder, state.returned)
     reads.all.append(Read("the state of torch", state_around, view=tuple))
     if training:
-        hooks = hooks_reader({member.name: member.real for member in stand_ins.members})
-        reads.all.append(Read("a hook of a parameter", hooks))
+        tensors = {member.name: member.real for member in stand_ins.members}
+        reads.all.append(Read("a hook of a parameter", gradient_hooks, tensors))
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     stored = [*fake_tensors_in(module), *shelves.stored_elsewhere()] if changed else []
@@ -186,11 +184,12 @@ def _record(
 
 
 def _record_again(
-    first: _RecordedForward, record: Callable[[Mapping[str, Tensor]], _RecordedForward]
+    first: _RecordedForward, record: Callable[..., _RecordedForward]
 ) -> tuple[_RecordedForward, set[str]]:
-    """Record a forward that changes what it reads, or the shape of a buffer, a second time, with what the first
-    recording has left. Return a recording, and the paths of the values that forward changes each time. Raise
-    CaptureError if the graphs differ: then the values would be state between calls."""
+    """Record a forward that changes what it reads, or the shape of a buffer, or makes a buffer, a second time, with
+    what the first recording has left. Return a recording, and the paths of the values that forward changes each time.
+    Raise CaptureError if the graphs differ: then the values would be state between calls. (Constants that are made once
+    are none.)"""
     names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
     left = [(r, r.found()) for r in first.changed if r.get is dict.get and r.view is None]
     where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
@@ -202,20 +201,21 @@ def _record_again(
     )
     if first.reshaped:
         text = reshaped_buffer_text(first.graph, first.reshaped)
-    for stored, real in first.left:
-        if real is not None:
-            stored.put(real)
-        elif stored.is_elsewhere:  # the second recording differs if it reads these numbers
-            stored.put(torch.full(stored.value.shape, 0.5).to(stored.value.dtype))
+    if first.made:
+        text = (
+            f"Buffer {first.made[0][0].name} is made by the forward, and the next call reads what this one leaves"
+            " there\n"
+            "  why: a compiled model has the state that it has when it is compiled; this value would be lost\n"
+            "  fix: register the buffer in __init__, with its first value; or run the model once in plain PyTorch,"
+            " `model(*micro_batch)`, before it is wrapped"
+        )
     try:
-        second = record(first.reshaped)
+        with _left_in_place(first):
+            second = record(first.reshaped, {buffer.name for buffer, real in first.made if real is not None})
     except Exception as error:
         raise CaptureError(text) from error
-    finally:
-        for stored, real in first.left:
-            if real is None and stored.is_elsewhere:
-                stored.put(stored.value)
-    is_same = fingerprint(first.graph) == fingerprint(second.graph, without=first.reshaped)
+    without = {*first.reshaped, *(buffer.name for buffer, _ in first.made)}
+    is_same = fingerprint(first.graph) == fingerprint(second.graph, without=without)
     if second.reshaped or not is_same or first.graph.beside != second.graph.beside:
         raise CaptureError(text)
     dropped = {read.path for read in second.changed}
@@ -229,39 +229,31 @@ def _record_again(
             where,
             ", ".join(again[:5]),
         )
-    if not first.reshaped:
-        return second, dropped
-    logger.warning(
-        "forward assigns tensors of other shapes or types to the buffers %s; no call reads them, and the buffers stay"
-        " as they are; return the tensors from forward, if the program needs them",
-        ", ".join(first.reshaped),
-    )
-    return first, dropped
+    if first.reshaped:
+        logger.warning(
+            "forward assigns tensors of other shapes or types to the buffers %s; no call reads them, and the buffers"
+            " stay as they are; return the tensors from forward, if the program needs them",
+            ", ".join(first.reshaped),
+        )
+    return (first if without else second), dropped
 
 
-def _check_made_buffers(first: _RecordedForward, record: Callable[..., _RecordedForward]) -> None:
-    """Raise CaptureError if the next call would read what forward has left in a buffer that it has made: then forward
-    with this buffer has another graph. A constant that is made once may be read."""
-    text = (
-        f"Buffer {first.made[0][0].name} is made by the forward, and the next call reads what this one leaves there\n"
-        "  why: a compiled model has the state that it has when it is compiled; this value would be lost\n"
-        "  fix: register the buffer in __init__, with its first value; or run the model once in plain PyTorch,"
-        " `model(*micro_batch)`, before it is wrapped"
-    )
-    before = [(shelf, dict(shelf)) for (_, shelf, _, _), _ in first.made]
-    for (_, shelf, key, value), constant in first.made:
-        shelf[key] = torch.zeros(value.shape, dtype=value.dtype) if constant is None else constant
-    try:
-        second = record({}, {buffer.name for buffer, constant in first.made if constant is not None})
-    except Exception as error:
-        raise CaptureError(text) from error
-    finally:
-        for shelf, content in before:
-            shelf.clear()
-            shelf.update(content)
-    made = {buffer.name for buffer, _ in first.made}
-    if fingerprint(first.graph) != fingerprint(second.graph, without=made):
-        raise CaptureError(text)
+@contextlib.contextmanager
+def _left_in_place(first: _RecordedForward) -> Iterator[None]:
+    """Run the body with what a recording has left: constants; other numbers, with which another recording differs if it
+    reads them, in buffers that forward has made and outside of the module."""
+    with contextlib.ExitStack() as undo:
+        for (_, shelf, key, value), real in first.made:
+            undo.callback(shelf.update, dict(shelf))
+            undo.callback(shelf.clear)
+            shelf[key] = torch.zeros(value.shape, dtype=value.dtype) if real is None else real
+        for stored, real in first.left:
+            if real is not None:
+                stored.put(real)
+            elif stored.is_elsewhere:
+                undo.callback(stored.put, stored.value)
+                stored.put(torch.full(stored.value.shape, 0.5).to(stored.value.dtype))
+        yield
 
 
 def _drop_fake_items(containers: Iterable[Any]) -> None:
