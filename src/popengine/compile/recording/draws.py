@@ -1,19 +1,18 @@
-"""What forward asks of chance and time: random numbers, clocks, and iterators that give another item each time.
+"""What forward asks of chance and time: random numbers and clocks.
 
 The values of a recording are the same in each call, so a warning names the user's line.
 """
 
-import contextlib
 import dis
 import pickle
 import random
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
 
-from .user_code import is_opaque, is_users, user_line
+from .user_code import is_users, user_line
 
 _CLOCKS = {
     "time",
@@ -38,16 +37,12 @@ class Draws:
         # Generators with their states, and the user's lines.
         self._generators: list[tuple[Any, bytes, str]] = [(_OF_NUMPY, pickle.dumps(_OF_NUMPY), "")]
 
-    def note_source(self, value: Any, path: str) -> bool:
-        """Note a value that forward reads; return whether it is a generator of random numbers, or an iterator."""
-        if isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState):
-            with contextlib.suppress(NotImplementedError):  # of the system
-                self._generators.append((value, pickle.dumps(value), user_line()))
-            return True
-        if not isinstance(value, Iterator) or not is_opaque(type(value)):
-            return False
-        self.lines.setdefault(user_line(), f"the next item of {path}")
-        return True
+    def note_generator(self, value: Any) -> bool:
+        """Note a value that forward reads, if it is a generator of numpy's; return whether it is."""
+        is_generator = isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+        if is_generator:
+            self._generators.append((value, pickle.dumps(value), user_line()))
+        return is_generator
 
     def note_call(self, code: types.CodeType, function: Any) -> None:
         """Note a call of a function of C by `code`, if it draws random numbers or reads a clock."""

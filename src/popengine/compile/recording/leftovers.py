@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from ...errors import CaptureError
 from ...torch_private import FakeTensor
+from .user_code import PANDO, package_of
 
 logger = logging.getLogger("poptorch::python")
 
 _SHELVES = {"_parameters", "_buffers", "_modules"}
 # Types of objects that are not searched.
 _CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
-# Of Pando: an executor that the model reaches (over Lightning's trainer) leads to other models and to all globals.
-_OWN_PACKAGES = ("popengine", "poptorch", "popdist", "lightning_ipu", "lightning_graphcore")
 _MOST_OBJECTS = 300_000  # that a search visits
 
 
@@ -54,8 +53,9 @@ def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = Non
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether a value is an object of Pando's; its modules hold what the user's forward puts there."""
-    return type(value).__module__.partition(".")[0] in _OWN_PACKAGES and not isinstance(value, nn.Module)
+    """Return whether a value is an object of Pando's: an executor that the model reaches (over Lightning's trainer)
+    leads to other models and to all globals. Its modules hold what the user's forward puts there."""
+    return package_of(type(value)) in PANDO and not isinstance(value, nn.Module)
 
 
 def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:

@@ -13,6 +13,7 @@ import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from types import NoneType
 from typing import Any
 
@@ -94,7 +95,7 @@ class Noting(TorchFunctionMode):
         self._module_class = type("WatchedModule", (types.ModuleType,), {})
         self._tensors: list[Read] = []
         self._undo = contextlib.ExitStack()
-        self._on_event = self._note_event
+        self._on_event: Any = None  # the profile function
         self._caches: list[tuple[Any, Any]] = []  # of functions, with their `cache_info()` before
 
     @contextlib.contextmanager
@@ -102,7 +103,6 @@ class Noting(TorchFunctionMode):
         """Note the reads of the body, the forward of a capture. `arguments`: objects that are passed to forward, with
         their paths."""
         self._capture = capture
-        profiles = sys.getprofile() is None  # a profiler of the program's stays
         with self._undo:
             watch_class(nn.Module, self, self._undo)
             for value, path in (*arguments, *capture.stand_ins.hooks):
@@ -110,16 +110,19 @@ class Noting(TorchFunctionMode):
             self.note_functions(hook for hook, _ in capture.stand_ins.hooks)
             for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
                 self._note_items(vars(real), name, None, dot=".")
-            self._on_event = self._note_event if profiles else None
+            self._undo.callback(self._clear_caches)
             with self:
-                sys.setprofile(self._on_event) if profiles else None
-                try:
-                    yield
-                finally:
-                    sys.setprofile(None) if profiles else None
-                    for cached, info in self._caches:
-                        if cached.cache_info() != info:  # it may hold fake tensors
-                            cached.cache_clear()
+                if sys.getprofile() is None:  # a profiler of the program's stays
+                    self._on_event = self._note_event
+                    self._undo.callback(sys.setprofile, None)
+                    sys.setprofile(self._on_event)
+                yield
+
+    def _clear_caches(self) -> None:
+        """Clear the caches of functions that have new results, which may hold fake tensors."""
+        for cached, info in self._caches:
+            if cached.cache_info() != info:
+                cached.cache_clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._on_event is None or sys.getprofile() is None:
@@ -255,7 +258,8 @@ class Noting(TorchFunctionMode):
                 self.reads.all.append(note(len, own[name], locate=lambda m: vars(m)[name]))
                 return
             shelves = (_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ()))
-        in_class = self._note_class(type(owner), {name})
+        self._note_class(type(owner), {name})
+        in_class = next((vars(b)[name] for b in _users_bases(type(owner)) if name in vars(b)), MISSING)
         found = [locate for locate in shelves if name in locate(owner)][:1]
         for locate in found or (shelves if value is MISSING else shelves[:1]):
             self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
@@ -267,19 +271,13 @@ class Noting(TorchFunctionMode):
             # From a slot, or by a `__getattribute__` of its own.
             self._add(note(getattr, owner, name, locate=_itself))
 
-    def _note_class(self, kind: type, names: Iterable[str]) -> Any:
-        """Note these attributes of a class and its bases, also for `super()`; return the value of the last one, or
-        MISSING."""
-        found = MISSING
-        for name in names:
-            found = MISSING
-            for base in _users_bases(kind):
-                own = vars(base)
-                if (id(base), name) not in self._done:
-                    self._done.add((id(base), name))
-                    self._add(Read(f"{kind.__name__}.{name}", types.MappingProxyType.get, own, name, MISSING))
-                found = own.get(name, MISSING) if found is MISSING else found
-        return found
+    def _note_class(self, kind: type, names: Iterable[str]) -> None:
+        """Note these attributes of a class and its bases, also for `super()`."""
+        for name, base in product(names, _users_bases(kind)):
+            if (id(base), name) not in self._done:
+                self._done.add((id(base), name))
+                path, get = f"{kind.__name__}.{name}", types.MappingProxyType.get
+                self._add(Read(path, get, vars(base), name, MISSING))
 
     def _note_class_value(self, kind: type) -> None:
         """Note the attributes of a class that functions name, which have run or will run."""
@@ -339,7 +337,7 @@ class Noting(TorchFunctionMode):
                 self.note_functions([value.__wrapped__])
         elif isinstance(value, nn.Module):
             read.is_content = _is_without_weights(value)
-        elif not self.draws.note_source(value, read.path) and not is_opaque(kind):
+        elif not self.draws.note_generator(value) and not is_opaque(kind):
             read.is_content |= not isinstance(value, _PLAIN)
         if not is_opaque(kind):
             self._note_class_value(kind)

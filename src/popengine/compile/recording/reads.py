@@ -137,21 +137,16 @@ _GET_ITEM = {dict.get, MappingProxyType.get, *(kind.__getitem__ for kind in _PLA
 
 def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     """Return a function that compares values by identity, in loops of C."""
-    viewed, absent, empty = list[Read](), list[Any](), list[Any]()
+    viewed = [read for read in reads if read.view is not None]
+    empty = [read.args[0] for read in reads if read.get is len and not read.value]
     groups: defaultdict[Any, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))  # arguments, values
     for read in reads:
         get, args = read.get, read.args
-        is_item = get in _GET_ITEM and type(args[0]) in _PLAIN_CONTAINERS
-        if read.view is not None:
-            viewed.append(read)
-        elif is_item and read.value is MISSING:
-            absent.append(args[:2])
-        elif get is len and not read.value:
-            empty.append(args[0])
-        else:
-            of_group = groups[operator.getitem if is_item else get]
-            of_group[0].append(args[:2] if is_item else args)
-            of_group[1].append(read.value)
+        if get in _GET_ITEM and type(args[0]) in _PLAIN_CONTAINERS and read.value is not MISSING:
+            get, args = operator.getitem, args[:2]
+        if read.view is None and (get is not len or read.value):
+            groups[get][0].append(args)
+            groups[get][1].append(read.value)
     compared = [
         (operator.eq if get in (len, tuple) else operator.is_, get, *of_group)
         for get, of_group in groups.items()
@@ -161,7 +156,6 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
         try:
             return (
                 all(all(map(same, starmap(get, args), values)) for same, get, args, values in compared)
-                and not any(starmap(operator.contains, absent))
                 and not any(empty)
                 and all(are_same(read.value, read.present()) for read in viewed)
             )
@@ -171,18 +165,13 @@ def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
     return is_same
 
 
-def hooks_reader(tensors: Mapping[str, Tensor]) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that returns (name, hook) of each present gradient hook of these tensors."""
-    kinds = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
+_HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 
-    def present_hooks() -> tuple[Any, ...]:
-        shelves = [*map(kinds[0], tensors.values()), *map(kinds[1], tensors.values())]
-        if not any(shelves):
-            return ()
-        found = zip((*tensors, *tensors), shelves, strict=True)
-        return tuple((name, hook) for name, hooks in found if hooks for hook in hooks.values())
 
-    return present_hooks
+def gradient_hooks(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, Any], ...]:
+    """Return (name, hook) of each present gradient hook of these tensors."""
+    shelves = (pair for kind in _HOOKS for pair in zip(tensors, map(kind, tensors.values()), strict=True))
+    return tuple((name, hook) for name, hooks in shelves if hooks for hook in hooks.values())
 
 
 def layout_of(value: Any) -> Any:

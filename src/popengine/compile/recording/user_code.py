@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 TORCH = str(Path(torch.__file__).parent)
-PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu"}
+PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu", "lightning_graphcore"}
 _STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
 # Objects of these packages are not looked into. Pytest hooks imports, and so its code is called inside forward, too.
 OPAQUE = {*_STANDARD, *PANDO, "builtins", "torch", "numpy", "torchmetrics", "_pytest"}
@@ -66,16 +66,11 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
-def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    return tuple(dis.get_instructions(code))
-
-
-@functools.cache
 def globals_in(code: CodeType) -> frozenset[str]:
     """Return the names that a function and the functions inside it load from the module's globals, or import. An
     attribute of such a name is another thing."""
     inner = (globals_in(value) for value in code.co_consts if isinstance(value, CodeType))
-    loads = (step.argval for step in _instructions(code) if step.opname in _LOADS_A_GLOBAL)
+    loads = (step.argval for step in dis.get_instructions(code) if step.opname in _LOADS_A_GLOBAL)
     return frozenset(loads).union(*inner)
 
 
@@ -85,7 +80,8 @@ def uses_in(code: CodeType) -> dict[str, set[Any]]:
     and attributes that it uses of such a value; with WHOLE among them if it uses the value otherwise than by these and
     by appending."""
     uses: defaultdict[str, set[Any]] = defaultdict(set)
-    steps = [step for step in _instructions(code) if step.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
+    unused = ("CACHE", "PRECALL", "PUSH_NULL")
+    steps = [step for step in dis.get_instructions(code) if step.opname not in unused]
     for step, after, last in zip(steps, steps[1:], [*steps[2:], steps[-1]], strict=False):
         if not step.opname.startswith("LOAD_") or not isinstance(step.argval, str):
             continue
