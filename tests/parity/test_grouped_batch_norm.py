@@ -209,7 +209,7 @@ def test_in_evaluation_and_in_plain_pytorch_it_is_batch_norm():
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2), (3, 4)])
 def test_groups_that_do_not_divide_the_replicas_are_an_error(size, replicas):
     with pytest.raises(
-        poptorch.Error, match=rf"groups of {size} replicas, but they don't divide the {replicas}"
+        poptorch.Error, match=rf"groups of {size} replicas, of {replicas}, with {replicas} in"
     ):
         trained(grouped(size), replicas)
 

@@ -92,18 +92,14 @@ def _check_replica_groups(partition: Partition, settings: Settings) -> None:
     sizes = {line.arguments[1]: line.where for line in lines}
     for size, where in sizes.items():
         here, everywhere = counts.replicas, counts.global_replicas
-        if everywhere % size:
-            why, fix = f"they don't divide the {everywhere} replicas", "a group size that does"
-        elif here % size and size % here:
-            why = f"some would lie in parts of several instances, which have {here} replicas each"
-            fix = "a group size that divides the replicas of an instance, or is a multiple of it"
-        elif size <= here:
-            continue
-        elif not settings.training:
-            why, fix = "instances meet in training only", "eval(), before the model is wrapped"
-        elif len(set(partition.ipus)) > 1:
-            why = "replicas of several instances can meet only where a replica is on one ipu"
-            fix = f"no blocks on other ipus, or groups of at most {here} replicas"
-        else:
-            continue
-        raise Error(f"a layer needs groups of {size} replicas, but {why}\n  at {where}\n  fix: {fix}")
+        is_even = not everywhere % size and (not here % size or not size % here)
+        can_meet = size <= here or (settings.training and len(set(partition.ipus)) == 1)
+        if not is_even or not can_meet:
+            raise Error(
+                f"a layer needs groups of {size} replicas, of {everywhere}, with {here} in each instance\n"
+                f"  at {where}\n"
+                "  why: a group is a part of an instance, or whole instances; these meet in training only, and where a"
+                " replica is on one ipu\n"
+                f"  fix: a group size that divides {here}, or is a multiple of it that divides {everywhere}; for an"
+                " inference eval(), before the model is wrapped"
+            )
