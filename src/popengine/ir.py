@@ -88,11 +88,6 @@ class Signature:
         return frozenset(slot.name for slot in self.slots if slot.role == "buffer" and slot.key in keys)
 
     @property
-    def running_statistics(self) -> list[Result]:
-        """Return the new values of floating point buffers that the forward changes."""
-        return [each for each in self.results if each.kind == "buffer" and each.dtype.is_floating_point]
-
-    @property
     def constant_slots(self) -> frozenset[str]:
         """Return the names of slots that don't change during a step: all but inputs and changed buffers."""
         return frozenset(slot.name for slot in self.slots if slot.role != "input") - self.changed_buffers
@@ -189,9 +184,3 @@ class Plan:
         process_of = {name: self.places[ipu].process for ipu in self.places for name in self.state[ipu]}
         slots = self.partition.signature.parameters_and_buffers
         return {slot.key: process_of[slot.name] for slot in slots if slot.name in process_of}
-
-    def slots_held_by(self, ipu: int) -> list[str]:
-        """Return the names of the slots that an ipu holds: its state, then its copies of other ipus' weights."""
-        copies = [task for task in self.tasks if task.ipu == ipu and task.index == "step"]
-        received = [x for task in copies for x in task.instructions if x.kind == "receive"]
-        return [*self.state[ipu], *(name for instruction in received for name in instruction.names)]

@@ -85,10 +85,6 @@ class Order:
     placement: Literal["merged", "apart", "loop", "v", "turns"] = "merged"
     cuts_backwards: bool = False
 
-    def least_micro_batches(self, forward_stages: int, training: bool) -> int:
-        """Return the number of micro-batches that a step needs: as many as fill a pipeline, or 1."""
-        return (2 * forward_stages - 1 if training else forward_stages) if self.overlaps else 1
-
     def layout_on(self, ipus: Sequence[int]) -> list[int]:
         """Return the ipu of each stage in the layout that the order needs on several ipus: loops such as 0, 1, 0, 1, or
         a V such as 0, 1, 1, 0. If the order runs in any layout, return `ipus`, which are those of the stages."""
@@ -115,13 +111,6 @@ def _bounds_of_1f1b(step: StepActions, action: Action) -> Sequence[After]:
     if action.phase != "F" or last is None:
         return ()
     return (After(last, max(step.stages - action.stage, step.cores)),)
-
-
-def _bounds_of_zero_bubble(step: StepActions, action: Action) -> Sequence[After]:
-    """A forward waits for the last action of its stage, so that a stage holds at most as many micro-batches as the
-    first stage does in 1F1B; of those W runs where nothing else is ready."""
-    last = step.last_of(action.stage)
-    return () if action.phase != "F" or last is None else (After(last, step.width),)
 
 
 def interleaved_tick(step: StepActions, action: Action, micro_batch: int) -> tuple[float]:
@@ -202,7 +191,9 @@ ORDERS: dict[str, Order] = {
         Order(
             "zero-bubble",
             lambda step, action, micro_batch: ("BFW".index(action.phase), -action.stage, micro_batch),
-            _bounds_of_zero_bubble,
+            # A stage holds at most as many micro-batches as the first stage does in 1F1B. W runs where nothing else is
+            # ready.
+            lambda step, action: [edge._replace(behind=step.width) for edge in _bounds_of_1f1b(step, action)],
             in_flight=lambda step: 2 * step.width,
             cuts_backwards=True,
         ),

@@ -66,16 +66,16 @@ def unordered_reads(plan: Plan) -> list[str]:
         made = writers[place, (name, behind)][:1]  # ipus of a place load an input once
         for writer in made:
             first = writer + size * (not behind and plan.tasks[writer].index == "micro_batch")
-            for row in rows:
-                if row != writer and not before[size + row] >> first & 1:
-                    found.append(
-                        f"{_text(plan.tasks[row])} reads {name}, which {_text(plan.tasks[writer])} writes"
-                    )
+            late = (row for row in rows if row != writer and not before[size + row] >> first & 1)
+            found += (
+                f"{_text(plan.tasks[row])} reads {name}, which {_text(plan.tasks[writer])} writes"
+                for row in late
+            )
     for row, task in enumerate(plan.tasks):
         for name in task.frees:
-            for reader in readers[plan.places.get(task.ipu, Place()), (name, 0)]:
-                if reader != row and not before[size + row] >> size + reader & 1:
-                    found.append(f"{_text(plan.tasks[reader])} reads {name}, which {_text(task)} frees")
+            users = readers[plan.places.get(task.ipu, Place()), (name, 0)]
+            late = (user for user in users if user != row and not before[size + row] >> size + user & 1)
+            found += (f"{_text(plan.tasks[user])} reads {name}, which {_text(task)} frees" for user in late)
     return found
 
 

@@ -141,9 +141,9 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
     placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
     # By PopTorch's rule a forward begins on ipu 0.
     forward = 1 + sum(ipu != following for ipu, following in pairwise([0, *placement.ipus]))
-    needed = order_named(strategy.order).least_micro_batches(forward, training)
+    needed = 2 * forward - 1 if training else forward  # fill a pipeline
     given = settings.counts.accumulation if training else settings.counts.iterations
-    if forward == 1 or given >= needed:
+    if forward == 1 or given >= needed or not order_named(strategy.order).overlaps:
         if training:
             _check_layout(place_blocks(visits, used, strategy).ipus, strategy.order)
         return settings

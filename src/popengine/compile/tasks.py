@@ -269,7 +269,9 @@ class _TableWriter:
         group = max(1, piece.gather_group_size, *(self.pieces[maker].gather_group_size for maker in makers))
         after = [After(row, 0, group) for row in sorted(makers_rows)]
         row = self.row_of[number] = len(self.rows)
-        if self.settings.finite_checks or has_side_effects(piece):
+        # The order of operations other than torch's, such as prints, is observable.
+        is_silent = all(call.startswith(("aten.", "prims.")) for call in piece.calls)
+        if self.settings.finite_checks or not is_silent:
             after.append(After(row, 1))
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
         sums = _instruction_if_any("accumulate", [(n, key) for n, key, _ in self._gradients_of(piece, here)])
@@ -383,8 +385,3 @@ def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]])
     """Return [an instruction for the (name, key) pairs], or [] without pairs."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []
-
-
-def has_side_effects(piece: Piece) -> bool:
-    """Return whether a piece calls operations other than torch's, such as prints: their order is observable."""
-    return not all(call.startswith(("aten.", "prims.")) for call in piece.calls)

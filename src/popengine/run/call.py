@@ -95,10 +95,6 @@ class ResultBuffer:
         self.started[start : start + count] = [now] * count
         self.finished[start : start + count] = [perf_counter()] * count
 
-    def start_download(self) -> None:
-        """Start to copy the rows to the host's memory; they are there when the device has run the call."""
-        self.values = devices.download(self.values)
-
     def copy_to_host(self, narrow: bool = True) -> Tensor:
         """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -99,8 +100,7 @@ class Engine:
         self._sums = self._group if several else None
         updates, sent = Updates(plan, settings, states, self._sums, mail, max(per_operation)), Transfers()
         self.workers = [
-            RowFunctions(plan, settings, state, self._load_pieces(state), updates, self._sums, mail, sent)
-            for state in states
+            RowFunctions(state, self._load_pieces(state), updates, self._sums, mail, sent) for state in states
         ]
         counts_of_cores = [count // threads for count, threads in zip(cores, per_operation, strict=True)]
         self.queue = ReadyQueue(self.workers, counts_of_cores, per_operation)
@@ -209,11 +209,12 @@ class Engine:
         train_state, counts = self.train_state, self.settings.counts
         train_state.commit.settle()
         train_state.commit.check_not_lost()
-        found = self.plan.partition.signature.running_statistics
-        if not found:
+        results = [r for r in self.plan.partition.signature.results if r.kind == "buffer"]
+        statistics = [result.key for result in results if result.dtype.is_floating_point]
+        if not statistics:
             return
         present = train_state.find_weights()
-        keys = [each.key for each in found if each.key not in train_state.elsewhere]
+        keys = [key for key in statistics if key not in train_state.elsewhere]
         with torch.no_grad():
             flats = train_state.buffers.flat_doubles(present, keys)
         if self._sums is None:
@@ -233,7 +234,9 @@ class Engine:
         """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
         states = [worker.state for worker in self.workers if replica in worker.state.where.replicas]
         state = next(s for s in states if ipu in self.plan.state_at(s.where.place))
-        held, settings = {*state.plan.slots_held_by(ipu)}, state.settings
+        copies = [task for task in self.plan.tasks if task.ipu == ipu and task.index == "step"]
+        received = (x.names for task in copies for x in task.instructions if x.kind == "receive")
+        held, settings = {*self.plan.state[ipu], *chain(*received)}, state.settings
         slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
         weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
         others = sum(slot.nbytes for slot in slots) - weights

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ir
 from ..errors import Error, RunError
-from ..settings import Anchor, Place, Settings
+from ..settings import Anchor, Place
 from ..torch_private import storage_use_count
 from . import devices
 from .backends.eager import Code, FiniteCheck, user_line
@@ -39,8 +39,6 @@ class RowFunctions:
 
     def __init__(
         self,
-        plan: ir.Plan,
-        settings: Settings,
         state: State,
         codes: Sequence[Code],
         updates: Updates,
@@ -48,7 +46,8 @@ class RowFunctions:
         mail: ProcessMailbox | None,
         sent: Transfers,
     ) -> None:
-        self.plan, self.settings, self.state, self.updates = plan, settings, state, updates
+        self.state, self.updates = state, updates
+        self.plan, self.settings = plan, settings = state.plan, state.settings
         self._group, self._where, self._sent = group, state.where, sent
         self.mail = mail  # None: all ipus are in this process
         replicas = range(settings.counts.replicas)
@@ -67,8 +66,9 @@ class RowFunctions:
         self._anchored_weights = [a for a in weights if self._place_of(a) == self._where.place]
 
     def bind(self, row: int, replica: int) -> Work | None:
-        """Return the function that runs a row for a replica; None: nothing to do here."""
-        if not self._where.runs(self.plan, row, replica):
+        """Return the function that runs a row for a replica (0 for a row that runs once for all); None: nothing to do
+        here."""
+        if replica not in self._where.replicas or self.plan.is_elsewhere(row, self._where.place):
             return None
         match self.plan.tasks[row].kind:
             case "send":
@@ -159,7 +159,7 @@ class RowFunctions:
             owners = [(self._place_of(result), replica) for result, replica, _ in parts]
             self.mail.share([values for *_, values in parts], owners)
         for buffer in call.results.buffers.values() if self.state.has_queue else ():
-            buffer.start_download()
+            buffer.values = devices.download(buffer.values)
 
     # ---- forward and backward --------------------------------------------------------------------------------
 

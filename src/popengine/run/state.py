@@ -44,10 +44,6 @@ class Where(NamedTuple):
     replicas: tuple[int, ...]
     device: torch.device
 
-    def runs(self, plan: Plan, row: int, replica: int) -> bool:
-        """Return whether the device runs a row for a replica (0 for a row that runs once for all)."""
-        return replica in self.replicas and not plan.is_elsewhere(row, self.place)
-
 
 def device_of_place(plan: Plan, settings: Settings, place: Place, replica: int) -> torch.device:
     """Return the device that a replica's ipus at a place of this process are on."""

@@ -69,8 +69,8 @@ class TrainState:
         self.held: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self.commit = Commit()
         self.graph_pools: dict[torch.device, Any] = {}  # of memory, for the captured steps of all plans
-        # Trained parameters, and their marks of when they were equal in all processes.
-        self._confirmed: dict[str, tuple[Tensor, Mark]] = {}
+        # Of trained parameters: marks of when they were equal in all processes.
+        self._confirmed: dict[str, Mark] = {}
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state of this process by canonical name: the tensors that updates change."""
@@ -86,21 +86,20 @@ class TrainState:
             "optimizer": {key: states[key] for key in names["optimizer"] if key in states},
         }
 
-    def export(self, weights: bool = True) -> dict[str, Any]:
-        """Return the state that this process has: "random" and "loss_factor", "optimizer" by canonical name, and with
-        `weights` "weights" (parameters) and "buffers" for each replica. The tensors are those that calls change."""
-        found = {
-            "random": self.random_state,
-            "loss_factor": float(self.loss_factor),
-            "optimizer": self.optimizer_states(),
-        }
-        if not weights:
-            return found
+    def export(self) -> dict[str, Any]:
+        """Return the state that this process has: "random" and "loss_factor", "optimizer" and "weights" (parameters) by
+        canonical name, and "buffers" for each replica. The tensors are those that calls change."""
         elsewhere = self.elsewhere
         present = {key: value for key, value in self.find_weights().items() if key not in elsewhere}
         parameters = {key: value.detach() for key, value in present.items() if isinstance(value, Parameter)}
         buffers = {key: value.detach() for key, value in present.items() if key not in parameters}
-        return {**found, "weights": parameters, "buffers": self.buffers.export(buffers)}
+        return {
+            "random": self.random_state,
+            "loss_factor": float(self.loss_factor),
+            "optimizer": self.optimizer_states(),
+            "weights": parameters,
+            "buffers": self.buffers.export(buffers),
+        }
 
     def load(self, state: Mapping[str, Any], copies: bool = True) -> None:
         """Replace the state by the entries of an `export()`, of any number of processes together; leave out what other
@@ -126,11 +125,9 @@ class TrainState:
                 mark.confirm(here[key])
         if "optimizer" in state:
             self.optimizer.state.clear()
-            names = {"velocity": "momentum_buffer"}  # as earlier versions wrote the momentum of SGD and LARS
             for key, found in state["optimizer"].items():
                 if not is_elsewhere(parameters[key]):
-                    own = copy.deepcopy(found) if copies else found
-                    self.optimizer.state[parameters[key]] = {names.get(n, n): x for n, x in own.items()}
+                    self.optimizer.state[parameters[key]] = copy.deepcopy(found) if copies else dict(found)
             if not copies:
                 vars(self.optimizer)[_CONFIRMED] = self.optimizer.state
                 self._in_file = taken - state["optimizer"].keys()
@@ -247,16 +244,12 @@ class TrainState:
 
     def confirm(self, parameters: Mapping[str, Tensor]) -> None:
         """Record that these parameters are equal in all processes: after a comparison, or an update in all."""
-        self._confirmed |= {key: (value, Mark(None, value)) for key, value in parameters.items()}
+        self._confirmed |= {key: Mark(None, value) for key, value in parameters.items()}
 
     def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of these parameters that were written or replaced since `confirm`, by name."""
-        before = {key: mark for key, (value, mark) in self._confirmed.items() if value is parameters.get(key)}
-        return {
-            key: value.detach()
-            for key, value in parameters.items()
-            if key not in before or before[key].writes(value) != 0
-        }
+        marks = ((key, value, self._confirmed.get(key)) for key, value in parameters.items())
+        return {key: value.detach() for key, value, mark in marks if mark is None or mark.writes(value) != 0}
 
     def count_step(self, is_update: bool) -> None:
         """Count a finished step, so that the next one draws other random numbers."""

@@ -192,27 +192,6 @@ class LatestCall:
         spans = [max(0.0, end - start) for start, end in zip(begun, ended, strict=False)]
         return min(spans), max(spans), sum(spans) / len(spans)
 
-    def error_of_cycles(self, is_enabled: bool) -> Error:
-        """Return the error of `cycleCount()`, which is enabled by an option."""
-        if not is_enabled:
-            return Error(
-                "Cycle count logging is disabled (options.logCycleCount), and there are no cycles to count here\n"
-                "  fix: executor.getPerfCounters() and executor.getLatency() have seconds"
-            )
-        why = "for a model that has run: run the model at least once"
-        if self.has_run:
-            why = "only supported on actual IPU hardware; getPerfCounters() has seconds"
-        return Error(f"cycleCount() is {why}")
-
-    def anchored_tensor(self, name: str) -> Tensor:
-        """Return an anchored tensor by its short name. Raises AssertionError for another name."""
-        if name not in self.anchored:
-            raise AssertionError(
-                f"No tensor with name {name} found. Known now: {', '.join(self.anchored) or 'none'}\n"
-                "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
-            )
-        return self.anchored[name]
-
 
 def join_results(
     runs_and_results: Sequence[tuple[Run, LoadedPlan, Results]], call: arguments.BoundCall

@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from itertools import chain, repeat
 from typing import Any
 
@@ -27,13 +26,13 @@ from ..enums import ConnectionType
 from ..logs import listed, logger, without_warnings
 from ..options import Options
 from ..options.freeze_options import chosen_devices, engine_settings
-from ..reporter import Reporter, start_reporter
+from ..reporter import start_reporter
 from .loaded_plans import LoadedPlan, LoadedPlans
 from .optimizer_link import OptimizerLink
 from .wrapped_model import WrappedModel, return_weights, with_own_modes
 
 _CHECKED = {8**power for power in range(1, 20)}
-_EQUAL_RECORDINGS, _MANY_RECORDINGS = 3, 20
+_EQUAL_RECORDINGS = 3
 
 
 class Compilation:
@@ -47,7 +46,6 @@ class Compilation:
         self.signature = inspect.signature(model.user.forward)
         self.count = 0  # of compiled plans, dropped ones included
         self.calls = 0  # runs of plans
-        self._recordings = 0  # with the graph of an earlier one, which yield something else beside tensors
         # Paths of values that changed in the latest calls, with the number of equal recordings one after another.
         self._streaks: dict[str, int] = {}
         self._equal_at = 0  # number of the call with the latest of them
@@ -71,7 +69,8 @@ class Compilation:
         options, model, plans = self.model.options, self.model.user, self.plans
         settings = self.settings_of(run, options)
         before, number = plans.current, self.count + 1
-        reporter = self._make_reporter(number)
+        reporter, self._next_reporter = self._next_reporter, None
+        reporter = reporter or start_reporter(self, options, self.model.training, number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
             others = plans.plans_of(run.key)
@@ -85,7 +84,7 @@ class Compilation:
             for plan in others:
                 if plan.executable is found:
                     logger.info("recorded again, with an equal graph: %s", changes)
-                    self._note_equal_recording(found.recordings[0].is_known, paths, changes)
+                    self._note_equal_recording(paths if found.recordings[0].is_known else set())
                     plans.make_current(plan)
                     return plan
             log_plan(found.plan, found.settings)
@@ -110,11 +109,11 @@ class Compilation:
             logger.info("plan %d, for %s, took %.2f s", number, what, self.seconds)
         return plan
 
-    def _note_equal_recording(self, is_known: bool, paths: set[str], changes: str) -> None:
-        """Compare values with these paths no more, which have changed in the latest three calls and gave equal
-        recordings. Warn once of values that have changed what forward yields beside tensors in many calls."""
+    def _note_equal_recording(self, paths: set[str]) -> None:
+        """Compare values no more that have changed in the latest three calls and gave equal recordings. `paths`: of the
+        values that have changed in this one."""
         is_next, self._equal_at = self.calls == self._equal_at + 1, self.calls
-        self._streaks = {path: 1 + self._streaks.get(path, 0) * is_next for path in paths if is_known}
+        self._streaks = {path: 1 + self._streaks.get(path, 0) * is_next for path in paths}
         if ignored := {path for path, count in self._streaks.items() if count == _EQUAL_RECORDINGS}:
             logger.info(
                 "compared no more, since forward recorded the same three times: %s", listed(sorted(ignored))
@@ -122,15 +121,6 @@ class Compilation:
             self._ignored |= ignored
             for recording in (each for plan in self.plans.loaded for each in plan.executable.recordings):
                 recording.reads.drop(ignored)
-        self._recordings += not is_known
-        if self._recordings == _MANY_RECORDINGS and not is_known:
-            logger.warning(
-                "forward was recorded %d times with an equal graph, which takes longer than a call; the latest time"
-                " because %s\n"
-                "  fix: return and log such values as they are, and make texts of them after the call",
-                _MANY_RECORDINGS,
-                changes,
-            )
 
     def check_recording(self, plan: LoadedPlan, run: Run) -> None:
         """In calls 8, 64, 512, ... of a plan record forward again. Raise Error, and remove all plans, if it differs."""
@@ -146,11 +136,6 @@ class Compilation:
         except Error:
             self.plans.clear_plans()
             raise
-
-    def _make_reporter(self, number: int) -> Reporter | None:
-        """Return a reporter for the plan with this number (from 1); None if no profile is requested."""
-        reporter, self._next_reporter = self._next_reporter, None
-        return reporter or start_reporter(self, self.model.options, self.model.training, number)
 
     def settings_of(self, run: Run, options: Options) -> Settings:
         """Return the engine's settings for complete batches, after checks of arguments, buffers and options."""
@@ -170,16 +155,6 @@ class Compilation:
         options._Popart.check_names()
         self.model.updatable_buffers()
         return settings
-
-    def time(self) -> timedelta:
-        """Return the time of the latest compilation. Raises Error if there was none, or without a progress bar."""
-        if not self.model.options._show_progress_bar:
-            raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
-        if self.seconds is None:
-            raise Error(
-                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
-            )
-        return timedelta(seconds=self.seconds)
 
     def attach(self) -> None:
         """Attach the current plan to its devices; raise the errors of `attachToDevice`."""

@@ -135,11 +135,8 @@ def _other_version(content: memoryview) -> str:
     """Return in words which other version of Pando wrote a file; "" if this one did, or none."""
     first_line = bytes(content[: len(_FIRST_LINE) + 20]).partition(b"\n")[0] + b"\n"
     words = first_line.split()
-    if words[:1] + words[2:] == [b"pando", b"executor"] and first_line != _FIRST_LINE:
-        return f"pando {words[1].decode(errors='replace')}"
-    # Before there was a first line, a file began with the hash.
-    is_older = len(content) > _HASH and content[:_HASH] == hashlib.sha256(content[_HASH:]).digest()
-    return "an older version of pando" if is_older else ""
+    is_other = words[:1] + words[2:] == [b"pando", b"executor"] and first_line != _FIRST_LINE
+    return f"pando {words[1].decode(errors='replace')}" if is_other else ""
 
 
 def read_file_for(filename: str, executor: Any) -> SavedExecutor:

@@ -46,22 +46,19 @@ class PoplarExecutor:
 
     def __init__(self, model: Any, options: Options | None, *, training: bool, optimizer: Any = None) -> None:
         with _failing_together(options, training):
-            self._init(model, options, training, optimizer)
-
-    def _init(self, model: Any, options: Options | None, training: bool, optimizer: Any) -> None:
-        self._wrapped = wrapped = wrapped_model.wrap(model, options, training)
-        self._plans = LoadedPlans(wrapped.options, wrapped.user)
-        if wrapped.options.Distributed.instances_per_replica > 1:
-            wrapped_model.share_out(wrapped.user, self._plans)
-        self._optimizer_link = OptimizerLink(wrapped, self._plans)
-        self._compilation = Compilation(wrapped, self._plans, self._optimizer_link)
-        self._calls = Calls(self._compilation)
-        self._lock = threading.RLock()  # calls in several threads run one by one
-        self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
-        if training:
-            wrapped_model.check_buffer_classes(wrapped.user)
-            self.setOptimizer(default_optimizer(wrapped.user) if optimizer is None else optimizer)
-            self._mark()
+            self._wrapped = wrapped = wrapped_model.wrap(model, options, training)
+            self._plans = LoadedPlans(wrapped.options, wrapped.user)
+            if wrapped.options.Distributed.instances_per_replica > 1:
+                wrapped_model.share_out(wrapped.user, self._plans)
+            self._optimizer_link = OptimizerLink(wrapped, self._plans)
+            self._compilation = Compilation(wrapped, self._plans, self._optimizer_link)
+            self._calls = Calls(self._compilation)
+            self._lock = threading.RLock()  # calls in several threads run one by one
+            self._host_weights_version = 0  # calls of `copyWeightsToHost`; programs for PopTorch read it
+            if training:
+                wrapped_model.check_buffer_classes(wrapped.user)
+                self.setOptimizer(default_optimizer(wrapped.user) if optimizer is None else optimizer)
+                self._mark()
 
     def _mark(self) -> None:
         """Mark the model as one that this executor trains; `destroy` removes the mark."""
@@ -296,7 +293,13 @@ class PoplarExecutor:
 
         Raises: Error, before compilation, or without `showCompilationProgressBar(True)`
         """
-        return self._compilation.time()
+        if not self.options._show_progress_bar:
+            raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
+        if self._compilation.seconds is None:
+            raise Error(
+                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
+            )
+        return timedelta(seconds=self._compilation.seconds)
 
     def getTensorNames(self) -> list[str]:
         """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
@@ -338,7 +341,13 @@ class PoplarExecutor:
 
         Raises: AssertionError, if the latest call has no such tensor, or there was no call
         """
-        return self._calls.latest.anchored_tensor(short_name)
+        anchored = self._calls.latest.anchored
+        if short_name not in anchored:
+            raise AssertionError(
+                f"No tensor with name {short_name} found. Known now: {', '.join(anchored) or 'none'}\n"
+                "  fix: options.anchorTensor(short_name, long_name) before wrapping, and call the model"
+            )
+        return anchored[short_name]
 
     @property
     def finished_updates(self) -> int:
@@ -356,7 +365,15 @@ class PoplarExecutor:
 
     def cycleCount(self) -> int:
         """Raise Error: there are no cycles to count here."""
-        raise self._calls.latest.error_of_cycles(self.options._Popart("instrumentWithHardwareCycleCounter"))
+        if not self.options._Popart("instrumentWithHardwareCycleCounter"):
+            raise Error(
+                "Cycle count logging is disabled (options.logCycleCount), and there are no cycles to count here\n"
+                "  fix: executor.getPerfCounters() and executor.getLatency() have seconds"
+            )
+        why = "for a model that has run: run the model at least once"
+        if self._calls.latest.has_run:
+            why = "only supported on actual IPU hardware; getPerfCounters() has seconds"
+        raise Error(f"cycleCount() is {why}")
 
     forward = wrapped_model.HostForward()
 

@@ -1,14 +1,12 @@
 """Functions that make executors (`trainingModel`, `inferenceModel`, `load`), and `describe`."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from popengine.errors import Error
-from popengine.settings import Settings
 from popengine.torch_private import optimized_module_type
 
 from ..compiling.arguments import bind
@@ -153,17 +151,6 @@ def describe(
     """
     if options is not None:
         wrapped_model.checked_options(options, "describe(model, options, batch)")
-    with _compile_arguments(model, options, batch, training) as program:
-        compiled = compile_model(*program, is_plan_only=True)
-        return Overview(compiled.plan, compiled.settings, compiled.graph)
-
-
-@contextlib.contextmanager
-def _compile_arguments(
-    model: Any, options: Options | None, batch: Any, training: bool
-) -> Iterator[tuple[nn.Module, Run, Options, Settings]]:
-    """Yield the arguments with which `compile_model` compiles the model of an executor for a batch. The executor is
-    `model` itself, else the one that trains it, else a temporary one. `options`: by default the executor's."""
     executor, temporary = model, None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
@@ -175,7 +162,9 @@ def _compile_arguments(
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
         own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
         run = Run(bind(executor._compilation.signature, args, kwargs), own._counts())
-        yield wrapped.user, run, own, executor._compilation.settings_of(run, own)
+        settings = executor._compilation.settings_of(run, own)
+        compiled = compile_model(wrapped.user, run, own, settings, is_plan_only=True)
+        return Overview(compiled.plan, compiled.settings, compiled.graph)
     finally:
         if temporary is not None:
             temporary.destroy()

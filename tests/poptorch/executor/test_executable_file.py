@@ -157,16 +157,14 @@ def test_a_missing_file_is_one_error_which_names_the_files_that_exist(tmp_path):
     assert caught.value.__suppress_context__ and caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize(
-    "first, writer",
-    [(b"pando 0.1.0 executor\n", "pando 0.1.0"), (b"", "an older version of pando")],
-)
-def test_a_file_of_another_version_says_what_to_do(tmp_path, first, writer):
+def test_a_file_of_another_version_says_what_to_do(tmp_path):
     executor = poptorch.inferenceModel(Trained(), options())
     executor.compileAndExport(tmp_path / "model", batch()[0])
     hash_and_content = (tmp_path / "model").read_bytes().partition(b"\n")[2]
-    (tmp_path / "model").write_bytes(first + hash_and_content)
-    with pytest.raises(AssertionError, match=rf"Invalid file .*model: {writer} wrote it.*\n  fix: save the"):
+    (tmp_path / "model").write_bytes(b"pando 0.1.0 executor\n" + hash_and_content)
+    with pytest.raises(
+        AssertionError, match=r"Invalid file .*model: pando 0.1.0 wrote it.*\n  fix: save the"
+    ):
         poptorch.load(tmp_path / "model")
 
 

@@ -96,7 +96,7 @@ def _computed_in_strides(
 def replay_graph(
     graph: fx.Graph,
     constants: dict[str, Tensor],
-    run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any] = run_node,
+    run: Callable[[fx.Node, Mapping[fx.Node, Any]], Any],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda replay: replay,
 ) -> GraphRecorder:
     """Run a graph on new fake tensors, and return a recorder of the operations that run: `run(node, values of earlier

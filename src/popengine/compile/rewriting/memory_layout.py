@@ -101,13 +101,11 @@ def with_fixed_strides(graph: Graph) -> Graph:
     def run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
         target: Any = node.target
-        if target in _READ_BY_STRIDES and _fills_memory(args[0]):
-            args = (with_strides(args[0], args[0].stride()), *args[1:])
+        if target in _READ_BY_STRIDES:
+            # A tensor that is all of its memory can be replaced by a copy with its strides.
+            fills_memory = args[0].untyped_storage().nbytes() == args[0].nbytes
+            if fills_memory and not args[0].storage_offset():
+                args = (with_strides(args[0], args[0].stride()), *args[1:])
         return target(*args, **kwargs)
 
     return with_nodes_replaced(graph, run)
-
-
-def _fills_memory(value: Tensor) -> bool:
-    """Return whether a tensor is all of its memory, so that a copy with its strides can take its place."""
-    return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.nbytes

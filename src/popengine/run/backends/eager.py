@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import Error
 from ...ir import Piece
-from ...operations import Body
+from ...operations import LIBRARY, Body
 from ...torch_private import LAYER_FUNCTIONS, TENSOR_FUNCTIONS, OpOverload, TorchDispatchMode, tree_leaves
 from ..devices import CPU
 from ..random_draws import draw
@@ -151,10 +151,9 @@ def _run_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) 
     return state
 
 
-_library = torch.library.Library("popengine", "IMPL")
 for _suffix in ("", "_that_draws"):
-    _library.impl(f"cond{_suffix}", _run_cond, "CompositeExplicitAutograd")
-    _library.impl(f"loop{_suffix}", _run_loop, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"cond{_suffix}", _run_cond, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"loop{_suffix}", _run_loop, "CompositeExplicitAutograd")
 
 
 # ---- floating point exceptions -------------------------------------------------------------------------------
