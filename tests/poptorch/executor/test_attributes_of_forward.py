@@ -37,20 +37,9 @@ def as_float(m, y):
     return y * m.v
 
 
-def clamped(m, y):
-    m.v = max(m.v, 2.5)
-    return y * m.v
-
-
 def as_flag(m, y):
     m.flag = m.v > 3
     return y if m.flag else -y
-
-
-def by_setattr(m, y):
-    for name in ("v",):
-        setattr(m, name, getattr(m, name) + 0.0)
-    return y * m.v
 
 
 def in_the_dictionary(m, y):
@@ -98,11 +87,6 @@ def as_a_list(m, y):
     return y * m.values[0]
 
 
-def as_a_table(m, y):
-    m.table = {**getattr(m, "table", {}), "v": m.v}
-    return y * m.table["v"]
-
-
 def set_v(m, value):
     m.v = value
 
@@ -128,9 +112,7 @@ def delete_cache(m, value):
 # name: function, how the program sets the value
 FORMS = {
     "float": (as_float, set_v),
-    "clamped": (clamped, set_v),
     "flag": (as_flag, set_v),
-    "setattr": (by_setattr, set_v),
     "__dict__": (in_the_dictionary, set_v),
     "property": (by_a_property, set_hidden),
     "layer": (of_a_layer, set_of_layer),
@@ -142,7 +124,6 @@ FORMS = {
     "cache of a tensor": (cached_tensor, reset_cache),
     "deleted": (set_and_deleted, set_v),
     "list": (as_a_list, set_v),
-    "table": (as_a_table, set_v),
 }
 VALUES = (2.0, 2.0, 5.0, 3.0, 4.0, 2.0)
 

@@ -58,19 +58,6 @@ def test_compile_runs_nothing_and_happens_once(caplog):
     assert not poptorch.isRunningOnIpu()
 
 
-def test_forward_sees_one_micro_batch():
-    shapes = []
-
-    class Model(Trained):
-        def forward(self, x, target=None):
-            shapes.append(tuple(x.shape))
-            return super().forward(x, target)
-
-    executor, _ = trainer(Model(), options(iterations=2, accumulation=3, replicas=2))
-    executor(*batch(24))
-    assert shapes == [(2, 3)]
-
-
 def test_attach_and_detach_take_turns():
     executor, _ = trainer()
     assert not executor.isAttachedToDevice()
@@ -174,18 +161,6 @@ def test_a_list_that_is_no_random_state_changes_nothing(wrong):
     with pytest.raises(poptorch.Error, match="a random state is the list of two integers"):
         executor.rng_state = wrong
     assert executor.rng_state == state
-
-
-def test_the_same_seed_gives_the_same_numbers():
-    def outputs():
-        torch.manual_seed(0)
-        model = Dropping()
-        return poptorch.trainingModel(
-            model, options(iterations=3, mode=poptorch.OutputMode.All).randomSeed(3)
-        )(torch.ones(6, 4))
-
-    assert torch.equal(outputs(), outputs())
-    assert len(outputs().unique()) > 1
 
 
 def test_compilation_time_is_measured():

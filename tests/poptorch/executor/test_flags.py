@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from executor_models import Outer, options
+from executor_models import options, recordings
 from torch import nn
 
 import poptorch
@@ -182,15 +182,6 @@ def test_modes_set_back_before_the_next_call_are_not_told(caplog):
     assert warnings(caplog) == []
 
 
-def test_a_second_plan_is_compiled_in_the_modes_of_the_first(caplog):
-    net = made().eval()
-    executor = poptorch.inferenceModel(net, options().allowNewShapes())
-    executor(X)
-    net.train()
-    larger = torch.ones(4, 2)
-    assert torch.equal(executor(larger), in_eval(net, larger))
-
-
 # ---- attributes and methods of the model -------------------------------------------------------------------
 
 
@@ -205,13 +196,6 @@ def test_an_attribute_set_between_wrapping_and_the_first_call_counts(training):
     executor = trainer(model, lr=0.0) if training else inference(model)
     model.scale = 5.0
     assert torch.equal(executor(X).reshape(()), (model.layer(X).sum() * 5).detach())
-
-
-def test_a_forward_set_between_wrapping_and_the_first_call_counts():
-    net = made().eval()
-    executor = inference(net)
-    net.forward = lambda x: x * 7
-    assert torch.equal(executor(X), X * 7)
 
 
 def test_the_attributes_of_the_executors_model_are_those_of_the_users():
@@ -237,65 +221,30 @@ def test_the_executors_model_is_of_the_users_class_and_its_copies_are_plain():
     assert torch.equal(executor(X), in_eval(net))
 
 
-@pytest.mark.parametrize("name", ["epoch", "name", "_private", "history"])
-def test_an_attribute_that_forward_does_not_read_may_change(name, caplog):
-    net = made()
-    net.epoch, net._private, net.history = 0, 0, []
-    executor = inference(net)
-    executor(X)
-    setattr(net, name, 1)
-    executor(X)
-    assert warnings(caplog) == []
-
-
-def test_what_forward_itself_counts_is_no_change(caplog):
-    class Counted(Net):
-        def __init__(self):
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(x)
-
-    executor = inference(Outer(Counted()))
-    executor(X)
-    executor(X)
-    (message,) = warnings(caplog)
-    assert "changes inner.calls: Python's side of forward runs only when it is recorded" in message
-
-
 # ---- requires_grad -----------------------------------------------------------------------------------------
 
 
 def test_each_set_of_trained_parameters_is_compiled_once():
-    runs = []
-    handle = poptorch.registerPreCompileHook(lambda: runs.append(1))
-    try:
-        model = Loss(made())
-        executor = trainer(model)
+    model = Loss(made())
+    executor = trainer(model)
+    with recordings() as runs:
         for number in range(6):
             model.net.first.requires_grad_(number % 2 == 0)
             before = [value.detach().clone() for value in model.net.first.parameters()]
             executor(X)
             same = [torch.equal(*pair) for pair in zip(before, model.net.first.parameters(), strict=True)]
             assert same == [number % 2 == 1] * 2
-    finally:
-        handle.remove()
     assert len(runs) == 2
 
 
 def test_freezing_does_not_matter_to_inference():
-    runs = []
-    handle = poptorch.registerPreCompileHook(lambda: runs.append(1))
-    try:
-        net = made().eval()
-        executor = inference(net)
+    net = made().eval()
+    executor = inference(net)
+    with recordings() as runs:
+        for requires in (True, False):
+            executor(X)
+            net.requires_grad_(requires)
         executor(X)
-        net.requires_grad_(False)
-        executor(X)
-    finally:
-        handle.remove()
     assert len(runs) == 1
 
 
@@ -367,16 +316,6 @@ def test_an_attribute_that_is_compiled_in_and_changes_is_refused_at_the_next_cal
     executor(X)
 
 
-def test_a_loss_scaling_set_after_wrapping_is_told(caplog):
-    model = Loss(made())
-    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=2.0)
-    executor = poptorch.trainingModel(model, options(), optimizer)
-    optimizer.loss_scaling = 4.0
-    steps(executor, 2)
-    (message,) = warnings(caplog)
-    assert "loss_scaling is 4.0, and was 2.0" in message
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_seed_set_after_compilation_is_told_once_if_the_model_draws_numbers(dropout, caplog):
     model = made()
@@ -444,14 +383,6 @@ def test_an_inference_that_would_change_statistics_in_eval_mode_is_an_error(part
     assert torch.equal(executor(X), model(X).detach())
 
 
-def test_an_inference_of_layers_without_statistics_goes_on_in_the_mode_of_its_first_call():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).train()
-    executor = poptorch.inferenceModel(model, options())
-    executor(X)
-    model.eval()
-    assert executor(X).shape == X.shape
-
-
 def test_a_training_forward_that_returns_nothing_is_named(caplog):
     model = Model(returns=False)
     trainer = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
@@ -459,40 +390,29 @@ def test_a_training_forward_that_returns_nothing_is_named(caplog):
     assert caplog.text.count("forward returns nothing") == 1
 
 
-# The mode of a wrapped model, and parameters that take the place of others after wrapping.
+def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
+    net = made().eval()
+    executor = inference(net)
+    executor(X)
+    executor.train()
+    assert "come too late" in caplog.text
+    assert torch.equal(executor(X), in_eval(net))
+    executor.destroy()
+    assert not torch.equal(executor(X), in_eval(net))
+
+
+# Parameters that take the place of others after wrapping.
 
 
 ONES = torch.ones(1, 2)
 
 
-class Modal(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Dropout(1.0)
-
-    def forward(self, x):
-        return self.part(x) + (10 if self.training else 20)
-
-
-def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
-    executor = poptorch.inferenceModel(Modal().eval())
-    executor(ONES)
-    with caplog.at_level(logging.WARNING):
-        executor.train()
-    assert "come too late" in caplog.text
-    assert torch.equal(executor(ONES), ONES + 20)
-    executor.destroy()
-    assert torch.equal(executor(ONES), ONES * 0 + 10)
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(2, 2, bias=False)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.a(x).sum() * self.scale, "none")
+def scaled():
+    return module(
+        lambda self, x: poptorch.identity_loss(self.a(x).sum() * self.scale, "none"),
+        a=nn.Linear(2, 2, bias=False),
+        scale=torch.ones(()),
+    )
 
 
 def trained(model):
@@ -513,7 +433,7 @@ def trained(model):
 )
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_parameter_that_replaces_another_trains_with_an_optimizer_that_holds_it(replace, compiled, caplog):
-    model = Scaled()
+    model = scaled()
     executor = trained(model)
     if compiled:
         executor(ONES)
@@ -532,7 +452,7 @@ def test_a_parameter_that_replaces_another_trains_with_an_optimizer_that_holds_i
 
 
 def test_a_parameter_that_is_gone_is_an_error_until_there_is_one():
-    model = Scaled()
+    model = scaled()
     executor = trained(model)
     executor(ONES)
     del model.a.weight
@@ -541,23 +461,6 @@ def test_a_parameter_that_is_gone_is_an_error_until_there_is_one():
     model.a.weight = nn.Parameter(torch.zeros(2, 2))
     executor.copyWeightsToHost()
     assert executor(ONES) == 0
-
-
-def test_the_class_of_a_wrapped_model_makes_new_models():
-    class Sized(Scaled):
-        def __init__(self, size=2):
-            super().__init__()
-            self.size = size
-
-    model = Sized()
-    executor = trained(model)
-    twin = type(model)(size=7)
-    assert type(twin) is Sized
-    assert twin.size == 7
-    assert twin(ONES).shape == ()
-    assert isinstance(model, Sized)
-    executor(ONES)
-    assert type(model)().state_dict().keys() == model.state_dict().keys()
 
 
 def test_float64_inputs_become_float32_with_one_warning(caplog):

@@ -2,106 +2,17 @@
 
 import pytest
 import torch
-from executor_models import Counting, Dropping, Trained, batch, options, trainer
+from executor_models import Counting, Trained, batch, options, trainer
 from torch import nn
 
 import poptorch
 from poptorch import CommGroupType, VariableRetrievalMode
 from small_models import module
 
-
-def test_an_interrupted_run_equals_an_uninterrupted_one():
-    def losses(interrupted):
-        torch.manual_seed(3)
-        model = Dropping()
-        optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
-        executor = poptorch.trainingModel(model, options().randomSeed(5), optimizer)
-        found = []
-        for step in range(4):
-            found.append(float(executor(torch.ones(2, 4))))
-            if interrupted and step == 1:
-                executor.detachFromDevice()
-                assert not executor.isAttachedToDevice()
-        return found
-
-    assert losses(True) == losses(False)
-
-
-def test_buffers_that_inference_changes_are_the_models():
-    model = Counting()
-    seen = model.seen
-    executor = poptorch.inferenceModel(model, options(iterations=2))
-    assert torch.equal(executor(torch.zeros(2)), torch.tensor([1.0, 2.0]))
-    assert torch.equal(executor(torch.zeros(2)), torch.tensor([3.0, 4.0]))
-    assert model.seen is seen
-    assert seen == 4
-    seen.fill_(10)
-    assert torch.equal(executor(torch.zeros(2)), torch.tensor([11.0, 12.0]))
-
-
 # ---- several executors of a model ------------------------------------------------------------------------
 
 
-def test_inference_sees_what_was_trained_until_destroy():
-    executor, model = trainer()
-    validation = poptorch.inferenceModel(model, options())
-    x, target = batch()
-    before = validation(x)
-    executor(x, target)
-    executor.destroy()
-    assert not torch.equal(validation(x), before)
-    torch.testing.assert_close(validation(x), model(x).detach())
-
-
 # ---- what is changed after compilation -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change", [lambda m: m.half(), lambda m: m.layer.double(), lambda m: m.to(torch.bfloat16)]
-)
-@pytest.mark.parametrize("training", [True, False])
-def test_another_dtype_after_compilation_is_refused_and_can_be_taken_back(change, training):
-    # Training went on in float32, and copies to the host rounded.
-    model = Trained()
-    executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
-    inputs = batch() if training else batch()[:1]
-    executor(*inputs)
-    change(model)
-    for use in (lambda: executor(*inputs), executor.copyWeightsToDevice):
-        with pytest.raises(
-            poptorch.Error, match=r"layer.weight has the type torch\..* compiled for torch.float32"
-        ) as error:
-            use()
-        assert "fix:" in str(error.value)
-    model.float()
-    executor.copyWeightsToDevice()
-    executor(*inputs)
-    change(model)
-    executor.destroy()
-    executor(*(value.to(model.layer.weight.dtype) for value in inputs))
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_layer_replaced_by_another_kind_after_compilation_counts(caplog, training):
-    model = Trained()
-    executor = (poptorch.trainingModel if training else poptorch.inferenceModel)(model, options())
-    inputs = batch() if training else batch()[:1]
-    executor(*inputs)
-    caplog.clear()
-    model.layer = nn.Linear(3, 2)
-    executor(*inputs)
-    # It computes the same, with its own weights. They are not in the optimizer.
-    assert ["the optimizer does not hold" in message for message in caplog.messages] == [True] * training
-    model.layer = Doubled(3, 2)
-    for _ in range(2):
-        found = executor(*inputs)
-        assert torch.equal(found[0] if training else found, model.layer(inputs[0]).detach())
-    assert len(caplog.messages) == training
 
 
 def test_weights_that_are_tied_and_untied_after_compilation_count():
@@ -121,22 +32,6 @@ def test_buffers_that_would_drift_apart_are_refused():
     with pytest.raises(poptorch.Error, match="does not support broadcasting buffers") as error:
         executor(torch.zeros(2))
     assert "broadcastBuffers(False)" in str(error.value)
-
-
-def test_replicas_keep_buffers_of_their_own_when_allowed():
-    def forward(self, x):
-        self.total += x
-        return self.total.clone()
-
-    model = module(forward, total=torch.zeros(1))
-    executor = poptorch.inferenceModel(model, options(replicas=2).broadcastBuffers(False))
-    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([1.0, 10.0]))
-    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([2.0, 20.0]))
-    assert model.total == 2  # replica 0's
-    executor.detachFromDevice()
-    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([3.0, 30.0]))
-    model.total.numpy()[0] = 100  # what the user writes is for all replicas
-    assert torch.equal(executor(torch.tensor([1.0, 10.0])), torch.tensor([101.0, 110.0]))
 
 
 def test_batch_norm_statistics_are_exempt_and_the_host_gets_replica_0s():
@@ -181,17 +76,6 @@ def test_a_per_replica_parameter_has_a_row_a_group_and_reduces_within_it(kind, s
     assert torch.equal(outputs, before[groups] * x)
     means = [x[torch.tensor(groups) == group].sum() / 4 for group in range(rows)]  # over all replicas
     assert torch.equal(model.weight.detach()[:, 0], before - torch.stack(means))
-
-
-def test_a_grouping_may_be_written_as_a_tuple():
-    # As programs do.
-    model = PerReplica(2)
-    executor = poptorch.trainingModel(
-        model, options(replicas=4), poptorch.optim.SGD(model.parameters(), lr=1.0)
-    )
-    executor.per_replica_params["weight"] = (CommGroupType.Consecutive, 2, VariableRetrievalMode.OnePerGroup)
-    executor(torch.tensor([1.0, 2.0, 4.0, 8.0]))
-    assert torch.equal(model.weight.detach()[:, 0], torch.tensor([1.0 - 3 / 4, 2.0 - 12 / 4]))
 
 
 @pytest.mark.parametrize(
@@ -264,18 +148,14 @@ def test_groups_are_fixed_by_the_compilation_and_must_fit():
 # ---- named buffers ---------------------------------------------------------------------------------------
 
 
-class Offset(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("offset", torch.ones(1))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return x * self.scale + self.offset
+def offset():
+    return module(
+        lambda self, x: x * self.scale + self.offset, offset=torch.ones(1), scale=nn.Parameter(torch.ones(1))
+    )
 
 
 def test_named_buffers_and_all_other_weights_are_read_by_the_next_call():
-    model = Offset()
+    model = offset()
     executor = poptorch.inferenceModel(model, options().updatableNamedBuffers(["offset"]))
     executor(torch.zeros(1))
     with torch.no_grad():
@@ -286,11 +166,11 @@ def test_named_buffers_and_all_other_weights_are_read_by_the_next_call():
 
 
 def test_named_buffers_must_be_named_and_exist():
-    executor = poptorch.inferenceModel(Offset(), options())
+    executor = poptorch.inferenceModel(offset(), options())
     executor(torch.zeros(1))
     with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
         executor.copyNamedBuffersToDevice()
-    executor = poptorch.inferenceModel(Offset(), options().updatableNamedBuffers(["offest"]))
+    executor = poptorch.inferenceModel(offset(), options().updatableNamedBuffers(["offest"]))
     with pytest.raises(poptorch.Error, match="offest; the model's buffers are offset"):
         executor(torch.zeros(1))
 

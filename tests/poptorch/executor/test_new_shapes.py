@@ -38,12 +38,6 @@ class Model(nn.Module):
         return scores, nn.functional.cross_entropy(scores, target)
 
 
-def model_and_twin():
-    torch.manual_seed(0)
-    model = Model()
-    return model, copy.deepcopy(model)
-
-
 def options(accumulation=1, plans=8, **more):
     found = poptorch.Options().showCompilationProgressBar(False).allowNewShapes(plans)
     found.setExecutionStrategy(poptorch.ShardedExecution())
@@ -55,7 +49,9 @@ def options(accumulation=1, plans=8, **more):
 
 def started(opts, rule=torch.optim.SGD, lr=0.1, norm=True):
     """Return a trainer, its model, a twin, and the function that makes an update of the twin in plain PyTorch."""
-    model, twin = model_and_twin()
+    torch.manual_seed(0)
+    model = Model()
+    twin = copy.deepcopy(model)
     if not norm:
         model.norm, twin.norm = nn.Identity(), nn.Identity()
     plain = rule(twin.parameters(), lr=lr)

@@ -1,5 +1,6 @@
 """A value that forward reads counts when it changes, of each kind and in each place, replaced and changed in place."""
 
+import argparse
 import collections
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from executor_models import options
+from executor_models import options, recordings
 from torch import nn
 
 import poptorch
@@ -19,6 +20,13 @@ X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 class Object:
     def __init__(self, n):
         self.n = n
+
+
+class Hiding(Object):
+    """Its pickles are empty."""
+
+    def __getstate__(self):
+        return {}
 
 
 class Slotted:
@@ -41,6 +49,15 @@ class Data:
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     n: float
+
+
+class Loss(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.n = n
+
+    def forward(self, y):
+        return y * self.n
 
 
 Pair = collections.namedtuple("Pair", "n m")
@@ -82,12 +99,24 @@ KINDS = {
     "text": (str, float, None),
     "list": (lambda n: [n], lambda v: v[0], set_first),
     "tuple": (lambda n: (1, (n,)), lambda v: v[1][0], None),
-    "named tuple": (lambda n: Pair(n, 1), lambda v: v.n, None),
+    "named tuple": (lambda n: Pair(n, [1]), lambda v: v.n, None),
     "dictionary": (lambda n: {"n": n, "m": 1}, lambda v: v["n"], lambda v, n: v.update(n=n)),
     "all of a dictionary": (lambda n: {"n": n}, lambda v: sum(v.values()), lambda v, n: v.update(n=n)),
     "set": (lambda n: {n}, lambda v: next(iter(v)), lambda v, n: (v.clear(), v.add(n))),
     "deque": (lambda n: collections.deque([n]), lambda v: v[-1], set_first),
+    "OrderedDict": (lambda n: collections.OrderedDict(n=n), lambda v: v["n"], lambda v, n: v.update(n=n)),
+    "defaultdict": (lambda n: collections.defaultdict(float, n=n), lambda v: v["n"], lambda v, n: v.update(n=n)),
+    "frozenset": (lambda n: frozenset({n}), sum, None),
+    "bytearray": (lambda n: bytearray([int(n)]), lambda v: v[0], lambda v, n: set_first(v, int(n))),
+    "long list": (lambda n: [n] * 2000, lambda v: v[1500], lambda v, n: v.__setitem__(1500, n)),
+    "long dictionary": (lambda n: dict.fromkeys(range(2000), n), lambda v: v[1999], lambda v, n: v.update({1999: n})),
+    "argparse": (lambda n: argparse.Namespace(n=n), lambda v: v.n, set_attribute),
+    "loss module": (Loss, lambda v: v(1.0), set_attribute),
+    "layer without weights": (lambda n: nn.LeakyReLU(n / 10), lambda v: v(torch.tensor(-10.0)), None),
+    "lambda": (lambda n: lambda: 2.0 if n == 2 else n, lambda v: v(), None),
+    "number of numpy": (np.float32, float, None),
     "object": (Object, lambda v: v.n, set_attribute),
+    "empty pickle": (Hiding, lambda v: v.n, set_attribute),
     "slots": (Slotted, lambda v: v.n, set_attribute),
     "subclass of list": (OwnList, lambda v: v.n, set_attribute),
     "dataclass": (Data, lambda v: v.n, set_attribute),
@@ -152,7 +181,9 @@ PAIRS = [
     (place, kind)
     for place in PLACES
     for kind in KINDS
-    if not ("class" in place and kind in ("default value", "outer variable"))  # these would be methods
+    if not (
+        "class" in place and kind in ("default value", "outer variable", "lambda")
+    )  # these would be methods
 ]
 
 
@@ -162,15 +193,13 @@ def test_a_value_counts_when_it_is_replaced_and_when_it_is_changed(place, kind):
     model = new_model(place, kind)
     PLACES[place][0](model, make(2.0))
     executor = poptorch.inferenceModel(model, options())
-    recorded = []
-    handle = poptorch.registerPreCompileHook(lambda: recorded.append(1))
 
     def check(count):
         for _ in range(2):
             assert torch.equal(executor(X), model(X))
         assert len(recorded) == count
 
-    try:
+    with recordings() as recorded:
         check(1)
         PLACES[place][0](model, make(2.0))  # equal
         check(1)
@@ -181,5 +210,3 @@ def test_a_value_counts_when_it_is_replaced_and_when_it_is_changed(place, kind):
         if change is not None:
             change(PLACES[place][1](model), 5.0)
             check(3)
-    finally:
-        handle.remove()

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import pytest
 import torch
-from executor_models import options
+from executor_models import options, recordings
 from torch import nn
 
 import poptorch
@@ -165,13 +165,11 @@ def test_an_argument_that_seemed_not_to_matter_is_checked():
 def test_nothing_is_checked_with_the_option_off_and_for_random_numbers(is_off, places_as_before):
     model = Model(read_file if is_off else random.random)
     executor = poptorch.inferenceModel(model, options().checkRecording(not is_off))
-    recorded = []
-    handle = poptorch.registerPreCompileHook(lambda: recorded.append(1))
-    first = executor(X)[0]
-    write_file(places_as_before)
-    for _ in range(8):
-        assert torch.equal(executor(X)[0], first)
-    handle.remove()
+    with recordings() as recorded:
+        first = executor(X)[0]
+        write_file(places_as_before)
+        for _ in range(8):
+            assert torch.equal(executor(X)[0], first)
     assert len(recorded) == 1
 
 
@@ -252,13 +250,12 @@ def test_a_forward_that_computes_the_same_raises_no_error_and_says_nothing_twice
         first = y["y"] if isinstance(y, dict) else y[0] if isinstance(y, tuple) else y
         return y, poptorch.identity_loss(first.square().mean(), "none")
 
-    model, recorded = module(forward, layer=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), step=1), []
+    model = module(forward, layer=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), step=1)
     chosen = options().anchorTensor("gradient", "Gradient___layer.weight") if training else options()
     executor = poptorch.trainingModel(model, chosen) if training else poptorch.inferenceModel(model, chosen)
-    handle = poptorch.registerPreCompileHook(lambda: recorded.append(1))
-    executor(X)
-    said = len(caplog.records)
-    for _ in range(8):
+    with recordings() as recorded:
         executor(X)
-    handle.remove()
+        said = len(caplog.records)
+        for _ in range(8):
+            executor(X)
     assert len(recorded) == 2 and len(caplog.records) == said
