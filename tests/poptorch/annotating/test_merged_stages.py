@@ -140,9 +140,3 @@ def test_with_enough_micro_batches_it_stays_a_pipeline():
     allowed, _ = executor(poptorch.PipelinedExecution().orSharded(), accumulation=7)
     allowed(torch.ones(7, 4), torch.ones(7, 4))
     assert allowed._executable.settings.strategy.order == "1f1b"
-
-
-def test_without_leave_it_is_refused():
-    refused, _ = executor(poptorch.PipelinedExecution())
-    with pytest.raises(poptorch.Error, match="pipeline stages"):
-        refused(torch.ones(2, 4), torch.ones(2, 4))

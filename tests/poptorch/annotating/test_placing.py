@@ -183,14 +183,16 @@ def test_a_strategy_knows_the_keys_as_blocks():
     assert stages(model, options(strategy)) == [(0, "no block, layers.0-2"), (1, "layers.*"), (0, "head")]
 
 
-def test_split_is_all_that_a_user_writes():
-    model = poptorch.split(Foreign(), ipus=3)
-    found = stages(model)
-    assert [ipu for ipu, _ in found] == [0, 1, 2]
-    assert ", ".join(blocks for _, blocks in found) == "no block, " + ", ".join(
-        f"layers.{i}" for i in range(6)
-    )
+def test_split_and_auto_balance_are_all_that_a_user_writes():
+    model, unmarked = poptorch.split(Foreign(), ipus=3), Foreign()
+    balanced = options(poptorch.PipelinedExecution(poptorch.AutoBalance(3)))
+    for found in (stages(model), stages(unmarked, balanced)):
+        assert [ipu for ipu, _ in found] == [0, 1, 2]
+        assert ", ".join(blocks for _, blocks in found) == "no block, " + ", ".join(
+            f"layers.{i}" for i in range(6)
+        )
     assert "AutoBalance" in repr(poptorch.trainingModel(model, options()).options)
+    assert places(unmarked) == {}
 
 
 def test_split_runs_its_stages_in_turns_where_a_pipeline_would_not_be_full():
@@ -209,26 +211,6 @@ def test_or_sharded_of_the_default_strategy_holds_for_the_marks():
     poptorch.annotate(model, {"layers.0-2": 0, "layers.*": 1, "head": 0})
     found = stages(model, options(poptorch.PipelinedExecution().orSharded(), accumulation=3))
     assert [ipu for ipu, _ in found] == [0, 1, 0]
-
-
-def test_a_split_model_predicts():
-    torch.manual_seed(0)
-    model = poptorch.split(Foreign(), ipus=2)
-    x, y = batch()
-    opts = poptorch.Options().showCompilationProgressBar(False).deviceIterations(ACCUMULATION)
-    found = poptorch.inferenceModel(model, opts)(x, y)
-    with torch.no_grad():
-        expected = [model(*rows) for rows in zip(x.split(ROWS), y.split(ROWS), strict=True)]
-    assert torch.allclose(found, torch.stack(expected))
-
-
-def test_auto_balance_takes_the_layers_of_a_model_without_marks_and_leaves_no_marks():
-    model = Foreign()
-    found = stages(model, options(poptorch.PipelinedExecution(poptorch.AutoBalance(2))))
-    assert ", ".join(blocks for _, blocks in found) == "no block, " + ", ".join(
-        f"layers.{i}" for i in range(6)
-    )
-    assert places(model) == {}
 
 
 def test_auto_balance_leaves_the_blocks_of_the_models_own_code_as_they_are():

@@ -83,6 +83,7 @@ RETURNED = {
     "with an auxiliary term": (lambda y, t: mse(y, t) + 0.1 * y.square().mean(), itself),
     "hand-written": (hand_written, itself),
     "hand-written, first": (lambda y, t: (hand_written(y, t), y), first),
+    "of another loss": (lambda y, t: mse(l1(y, t).expand_as(y), t), itself),
     "in place": (lambda y, t: mse(y, t).mul_(3).add_(y.sum()), itself),
     "two losses, first": (lambda y, t: ((mse(y, t) + l1(y, t)) / 2, y), first),
     "two losses in a dictionary": (

@@ -1,7 +1,5 @@
 """No hang and no process left behind: whatever ends first, the worker, the loader or the program."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from rows import FORK, Faulty, Rows, forked
 
-from popengine.errors import DataError, Error
+from popengine.errors import DataError
 from poptorch.data import DataLoader
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
@@ -48,15 +46,7 @@ def test_a_worker_that_fails_or_is_killed_is_an_error(ending, num_workers):
         list(loader)
     if (ending, num_workers) != ("kill", 1):  # there, torch has several ways to notice and to say it
         assert {"raise": "row five is broken", "kill": "killed by SIGKILL"}[ending] in str(caught.value)
-
-
-def test_a_worker_killed_from_outside_is_an_error():
-    accessor = forked(Rows(100))
-    iterator = iter(accessor)
-    next(iterator)
-    os.kill(accessor._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    with pytest.raises(Error, match=r"killed by SIGKILL(.|\n)*out of memory"):
-        list(iterator)
+        assert ("out of memory" in str(caught.value)) == (ending == "kill")
 
 
 def test_deleting_a_loader_ends_its_worker_and_the_workers_of_that():

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from popengine.errors import DataError, Error
 from poptorch.data import DataLoader
-from poptorch.data.rows import concatenate_batches, group_batches, rebatch_rows
+from poptorch.data.rows import concatenate_batches, rebatch_rows
 from poptorch.enums import CommGroupType, DataLoaderMode, SharingStrategy
 from poptorch.options import Options
 
@@ -224,14 +224,6 @@ def test_a_copy_of_an_async_loader_loads_by_itself():
     assert not twin.is_asynchronous and numbers(twin) == [[0, 1], [2, 3]]
 
 
-def test_a_broken_collate_function_is_reported_when_the_loader_starts():
-    def broken(rows):
-        raise ValueError("can't collate")
-
-    with pytest.raises(DataError, match=r"failed to start(.|\n)*can't collate"):
-        loader_of(Rows(4), DataLoaderMode.Async, collate_fn=broken)
-
-
 def test_a_loader_keeps_its_arguments_so_that_lightning_can_rebuild_it():
     # Lightning gave the combined size as batch_size to the loader it built, and missed the options.
     loader = DataLoader(options(3), Rows(12), batch_size=2, shuffle=True)
@@ -294,18 +286,6 @@ def test_nested_batches_are_concatenated():
 def test_constants_that_differ_are_refused():
     with pytest.raises(DataError, match="differ in more than their tensors"):
         concatenate_batches([[rows(1), "a"], [rows(2), "b"]])
-
-
-@pytest.mark.parametrize("keep_tail, expected", [(False, [[0, 1], [2, 3]]), (True, [[0, 1], [2, 3], [4]])])
-def test_groups_keep_their_tail_only_if_asked(keep_tail, expected):
-    assert [g.tolist() for g in group_batches([rows(n) for n in range(5)], 2, keep_tail)] == expected
-
-
-@pytest.mark.parametrize("sizes", [[1] * 7, [3, 4], [7], [2, 5], [5, 0, 2]])
-@pytest.mark.parametrize("keep_tail, tail", [(False, []), (True, [[6]])])
-def test_rebatching_keeps_every_row_and_its_order(sizes, keep_tail, tail):
-    batches = torch.arange(7).split(sizes)
-    assert [b.tolist() for b in rebatch_rows(batches, 3, keep_tail)] == [[0, 1, 2], [3, 4, 5], *tail]
 
 
 def test_rows_can_only_be_cut_where_all_tensors_have_as_many():

@@ -172,20 +172,16 @@ def test_a_function_takes_an_expanded_scalar():
 # Functions on the host that change their inputs or the model in place: an error that shows the fix.
 
 
-class Averaged(nn.Module):
-    """A weight, and a buffer that a custom operation gets."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("average", torch.zeros(2, 2))
-        self.name = name
+def averaged(name):
+    """A model with a weight, and a buffer that a custom operation gets."""
 
     def forward(self, x):
         y = self.layer(x)
         given = [y, self.average, self.layer.weight.detach()]
-        (y,) = poptorch.custom_op(given, self.name, "test.writes", 1, example_outputs=[y])
+        (y,) = poptorch.custom_op(given, name, "test.writes", 1, example_outputs=[y])
         return poptorch.identity_loss(y, "sum")
+
+    return module(forward, layer=nn.Linear(2, 2), average=torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("write", [lambda v: v.add_(1), lambda v: v.numpy().fill(7)], ids=["torch", "numpy"])
@@ -195,7 +191,7 @@ def test_a_write_names_operation_input_and_fix(write):
         return y
 
     poptorch.registerCustomOp("Silent", "test.writes", 1, forward)
-    model = Averaged("Silent")
+    model = averaged("Silent")
     executor = poptorch.trainingModel(model)
     before = model.average.clone()
     with pytest.raises(poptorch.Error) as caught:
@@ -212,7 +208,7 @@ def test_a_backward_that_writes_an_input_is_an_error_and_its_gradients_are_its_o
         return [gradients[0].mul_(2), None, None]
 
     poptorch.registerCustomOp("Backward", "test.writes", 1, lambda y, average, weight: y * 2, backward)
-    executor = poptorch.trainingModel(Averaged("Backward"))
+    executor = poptorch.trainingModel(averaged("Backward"))
     with pytest.raises(poptorch.Error, match=r"the backward of the custom operation .* changes its input 2"):
         executor(torch.ones(1, 2))
 

@@ -18,29 +18,11 @@ def freeze(optimizer):
     return snapshot.frozen, snapshot.hyper
 
 
-def test_the_rates_of_two_groups_are_those_of_the_optimizer():
-    optimizer = SGD([{"params": [MODEL.weight], "lr": 0.5}, {"params": [MODEL.bias]}], lr=0.1, momentum=0.9)
-    frozen, hyper = freeze(optimizer)
-    assert frozen.kind == "SGD2"
-    assert frozen.state_types == {"momentum_buffer": torch.float32}
-    for rates, lr in zip(hyper.groups, (0.5, 0.1), strict=True):
-        assert (rates["lr"], rates["momentum"], rates["nesterov"]) == (lr, 0.9, False)
-        assert "params" not in rates
-    assert hyper.loss_scaling == 1.0
-
-
 def test_an_object_of_a_group_is_no_rate():
     optimizer = torch.optim.SGD([{"params": MODEL.parameters(), "name": "all", "of": MODEL}], lr=0.1)
     (rates,) = freeze(optimizer)[1].groups
     assert rates["name"] == "all"
     assert "of" not in rates
-
-
-def test_a_snapshot_does_not_follow_the_optimizer():
-    optimizer = SGD(MODEL.parameters(), lr=0.1)
-    _, hyper = freeze(optimizer)
-    optimizer.param_groups[0]["lr"] = 7.0
-    assert hyper.groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -60,22 +42,6 @@ def test_a_snapshot_does_not_follow_the_optimizer():
 )
 def test_each_optimizer_has_a_name_in_messages(build, label):
     assert freeze(build(MODEL.parameters()))[0].kind == label
-
-
-def test_extra_arguments_reach_the_settings():
-    frozen, hyper = freeze(
-        AdamW(
-            MODEL.parameters(),
-            loss_scaling=64.0,
-            bias_correction=False,
-            accum_type=torch.float16,
-            first_order_momentum_accum_type=torch.float16,
-            max_grad_norm=2.0,
-        )
-    )
-    assert (frozen.accumulator_type, frozen.max_grad_norm) == (torch.float16, 2.0)
-    assert frozen.state_types == {"exp_avg": torch.float16, "exp_avg_sq": torch.float32}
-    assert hyper.loss_scaling == 64.0
 
 
 def test_a_tensor_learning_rate_is_read():

@@ -9,6 +9,7 @@ from torch import nn
 
 import poptorch
 from poptorch.executor.executable_file import set_training_state, training_state
+from small_models import module
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -152,30 +153,6 @@ def test_a_new_optimizer_without_state_continues_and_the_one_before_keeps_a_copy
     assert_trained(model, data(4))
 
 
-def test_the_optimizer_goes_on_by_itself_after_destroy():
-    model, optimizer = made("adam")
-    on_ipus(model, optimizer, data(2)).destroy()
-    plain(model, optimizer, data(4)[2:])
-    assert_trained(model, data(4))
-
-
-def test_an_executor_that_dies_leaves_its_optimizer_an_ordinary_one():
-    model, optimizer = made("adam")
-    on_ipus(model, optimizer, [])
-    plain(model, optimizer, data(1))
-    assert optimizer.state_dict()["state"] and optimizer.state_dict()["state"]
-
-
-def test_another_optimizer_of_the_same_type_does_not_bring_old_momenta():
-    model, optimizer = made("adam")
-    executor = on_ipus(model, optimizer, data(2))
-    assert optimizer.state_dict()["state"]
-    executor.setOptimizer(copy.copy(optimizer))
-    for batch in data(4)[2:]:
-        executor(batch)
-    assert_trained(model, data(4))
-
-
 @pytest.mark.parametrize("end", [lambda executor: None, lambda executor: executor.destroy()])
 def test_a_loaded_state_that_no_call_has_used_yet_is_the_state(end):
     model, optimizer = made("adam")
@@ -218,18 +195,6 @@ def test_an_ipu_state_keeps_its_values_in_later_calls(kind):
     before = copy.deepcopy(state)
     executor(data(1)[0])
     assert all(torch.equal(state[name], value) for name, value in before.items())
-
-
-def test_a_state_that_was_loaded_after_destroy_is_the_one_to_go_on_from():
-    model, _ = made("adam")
-    optimizer = OURS["adam"](model.parameters())
-    executor = on_ipus(model, optimizer, data(1))
-    first = copy.deepcopy(optimizer.state_dict())
-    executor(data(1)[0])
-    executor.destroy()
-    optimizer.load_state_dict(first)
-    on_ipus(model, optimizer, data(1))
-    assert optimizer.state_dict()["ipu_state"]["Step___layer.weight"] == 2
 
 
 def test_a_restored_training_state_is_newer_than_the_state_that_destroy_left():
@@ -426,19 +391,12 @@ def test_a_state_of_another_model_is_refused_where_it_is_loaded(has_names):
         other.load_state_dict(state)
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, rows):
-        return poptorch.identity_loss(self.norm(rows).square(), "sum")
-
-
 def test_a_restored_state_that_no_call_has_used_yet_has_the_buffers_of_each_replica():
     def replicated():
         options = poptorch.Options().replicationFactor(2).broadcastBuffers(False)
-        model = Normed()
+        model = module(
+            lambda self, rows: poptorch.identity_loss(self.norm(rows).square(), "sum"), norm=nn.BatchNorm1d(3)
+        )
         return poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
 
     first = replicated()

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import logging
 import math
 import pickle
@@ -14,6 +13,7 @@ import poptorch
 from popengine.settings import Hyper
 from poptorch import optim
 from poptorch.optim.optimizer_base import to_ipu_param
+from small_models import module
 
 EACH = [getattr(optim, name) for name in optim.__all__ if name not in ("Optimizer", "VariableAttributes")]
 ARGUMENTS = {
@@ -110,37 +110,6 @@ def test_an_unknown_attribute_cannot_be_marked():
             call("nope")
 
 
-def test_marks_change_what_is_constant():
-    marks = optim.AdamW(weights(), lr=0.1, loss_scaling=2.0).variable_attrs
-    marks.markAsConstant("lr")
-    marks.markAsVariable("betas")
-    assert (marks.isConstant("lr"), marks.isConstant("betas"), marks.isConstant("loss_scaling")) == (
-        True,
-        False,
-        False,
-    )
-
-
-def test_schedulers_work_and_survive_a_saved_state():
-    def build():
-        optimizer = optim.SGD(weights(), lr=1.0)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    optimizer, scheduler = build()
-    optimizer._step_count = 1  # type: ignore[attr-defined]
-    for _ in range(2):
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-    again, scheduler_again = build()
-    again.load_state_dict(optimizer.state_dict())
-    scheduler_again.load_state_dict(scheduler.state_dict())
-    again.step()
-    scheduler_again.step()
-    assert again.param_groups[0]["lr"] == 0.125
-
-
 @pytest.mark.parametrize("kind", [kind for kind in EACH if hasattr(torch.optim, kind.__name__)])
 def test_step_is_torchs_on_the_host(kind):
     mine, theirs = weights(), weights()
@@ -179,38 +148,16 @@ def test_before_compilation_there_is_no_device_state():
     optimizer.load_state_dict(state)
 
 
-def test_a_loaded_state_waits_for_the_executor_and_can_be_saved_again():
-    first, second = optim.AdamW(weights()[:1], lr=0.5), optim.AdamW(weights()[:1], lr=0.1)
-    weight = weights()[0]
-    moments = {"Accl1___w": torch.ones_like(weight), "Accl2___w": torch.ones_like(weight)}
-    rates = {"learningRate": 0.5, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weightDecay": 0.01}
-    state = (
-        {**moments, "Step___w": torch.tensor(3.0)},
-        {"lossScaling_FLOAT": torch.tensor(1.0)}
-        | {f"{name}___specific___w": torch.tensor(rate) for name, rate in rates.items()},
-    )
-    written = {**first.state_dict(), "ipu_state": state[0], "ipu_param": state[1]}
-    file = io.BytesIO()
-    torch.save(written, file)
-    file.seek(0)
-    second.load_state_dict(torch.load(file))
-    assert second.param_groups[0]["lr"] == 0.5
-    again = second.state_dict()
-    for found, expected in zip((again["ipu_state"], again["ipu_param"]), state, strict=True):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 def test_an_entry_that_a_loaded_state_lacks_stays_as_it_is_with_a_warning(caplog):
     # Only parameters without any entry were told of.
     def trained():
         torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1, bias=False)
-        optimizer = optim.Adam(model.parameters(), lr=0.1)
-        loss = MarkedSum(model)
-        executor = poptorch.trainingModel(
-            loss, poptorch.Options().showCompilationProgressBar(False), optimizer
+        model = module(
+            lambda self, x: poptorch.identity_loss(self.model(x), "sum"),
+            model=torch.nn.Linear(2, 1, bias=False),
         )
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        executor = poptorch.trainingModel(model, poptorch.Options(), optimizer)
         executor(torch.ones(1, 2))
         return executor, optimizer
 
@@ -227,15 +174,6 @@ def test_an_entry_that_a_loaded_state_lacks_stays_as_it_is_with_a_warning(caplog
     found = second.state_dict()["ipu_state"]
     assert found["Step___model.weight"] == 8
     torch.testing.assert_close(found["Accl1___model.weight"], torch.full((1, 2), 0.1 * 0.9))
-
-
-class MarkedSum(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.model(x), "sum")
 
 
 def test_empty_and_foreign_states_are_refused():
@@ -287,11 +225,3 @@ def test_plain_sgd_names_the_rates_as_its_update_uses_them():
         "scaledLearningRate0___specific___w": 0.125,
         "weightDecayScaleFactor0___specific___w": 0.9,
     }
-
-
-def test_other_rates_are_named_by_parameter():
-    rates = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.25, "amsgrad": False}
-    entries = to_ipu_param(optim.AdamW, {"w": 0}, Hyper((rates,)))
-    assert entries["beta2___specific___w"].item() == pytest.approx(0.99)
-    assert entries["learningRate___specific___w"].item() == 0.5
-    assert entries["weightDecay___specific___w"].item() == 0.25

@@ -1,6 +1,5 @@
 """What `setOptimizer` lets change after compilation, and what it warns about."""
 
-import copy
 import logging
 import math
 
@@ -12,7 +11,7 @@ from executor_models import Trained, batch, options
 import poptorch
 from popengine.errors import Error
 from poptorch.optim import SGD, Adam, AdamW
-from small_models import Signed
+from small_models import Signed, module
 
 MODEL = torch.nn.Linear(3, 2)
 
@@ -45,12 +44,6 @@ def test_an_argument_that_was_given_may_change():
     set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1, momentum=0.5))
     _, hyper = set_optimizer(SGD(MODEL.parameters(), lr=0.2, momentum=0.6))
     assert (hyper.groups[0]["lr"], hyper.groups[0]["momentum"]) == (0.2, 0.6)
-
-
-def test_an_argument_that_was_not_given_may_not():
-    set_optimizer = compiled_with(SGD(MODEL.parameters(), lr=0.1))
-    with pytest.raises(Error, match="modified constant attribute 'momentum'"):
-        set_optimizer(SGD(MODEL.parameters(), lr=0.1, momentum=0.6))
 
 
 def test_all_changes_are_in_one_error():
@@ -214,15 +207,14 @@ def test_hooks_of_steps_run_once_for_each_update(kind, where):
     assert calls == [optimizer]
 
 
-def changed_lr(optimizer):
-    optimizer.param_groups[0]["lr"] = 0.5
-
-
-def tensor_lr(optimizer):
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-
-
-@pytest.mark.parametrize("change", [changed_lr, tensor_lr, lambda o: setattr(o, "loss_scaling", 2.0)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
+        lambda optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.5)),
+        lambda optimizer: setattr(optimizer, "loss_scaling", 2.0),
+    ],
+)
 def test_rates_that_change_without_set_optimizer_are_one_warning(caplog, change):
     model, x, target = Trained(), *batch()
     optimizer = SGD(model.parameters(), lr=0.25, loss_scaling=1.0)
@@ -241,9 +233,11 @@ def test_rates_that_change_without_set_optimizer_are_one_warning(caplog, change)
     assert "fix: call setOptimizer(optimizer)" in message
 
 
-def test_a_scheduler_with_set_optimizer_is_no_warning(caplog):
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [SGD, torch.optim.SGD])
+def test_a_scheduler_with_set_optimizer_is_no_warning(kind, caplog):
     model, x, target = Trained(), *batch()
-    optimizer = SGD(model.parameters(), lr=0.25)
+    optimizer = kind(model.parameters(), lr=0.25)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     executor = poptorch.trainingModel(model, options(), optimizer)
     for _ in range(3):
@@ -318,46 +312,6 @@ def test_an_accumulator_in_float16_makes_means_running(arguments, reduction):
     assert executor._executable.settings.reduction == "mean"
 
 
-# A new optimizer is a class with a `step()`: its state, rates and messages follow from what the class declares.
-
-
-class Net(torch.nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = torch.nn.Linear(3, 2, dtype=dtype)
-
-    def forward(self, x):
-        return poptorch.identity_loss(self.layer(x) ** 2, "mean")
-
-
-def batches(count=3, dtype=torch.float32):
-    torch.manual_seed(2)
-    return [torch.randn(4, 3).to(dtype) for _ in range(count)]
-
-
-def trainer(model, optimizer):
-    return poptorch.trainingModel(model, poptorch.Options().showCompilationProgressBar(False), optimizer)
-
-
-def test_it_trains_as_in_plain_pytorch_and_goes_on_from_a_checkpoint():
-    host, device = Net(), Net()
-    plain, optimizer = Signed(host.parameters()), Signed(device.parameters())
-    executor = trainer(device, optimizer)
-    for number, rows in enumerate(batches()):
-        plain.zero_grad()
-        host(rows).backward()
-        plain.step()
-        if number == 2:
-            state = copy.deepcopy(optimizer.state_dict())
-            executor.destroy()
-            optimizer = Signed(device.parameters())
-            optimizer.load_state_dict(state)
-            executor = trainer(device, optimizer)
-        executor(rows)
-    assert torch.equal(host.layer.weight, device.layer.weight)
-
-
 def test_half_weights_are_float32_in_a_step_and_rounded_once():
     seen = []
 
@@ -367,13 +321,16 @@ def test_half_weights_are_float32_in_a_step_and_rounded_once():
             seen.extend((each.dtype, each.grad.dtype) for each in group["params"])
             super().step(closure)
 
-    model = Net(torch.float16)
+    model = module(
+        lambda self, x: poptorch.identity_loss(self.layer(x) ** 2, "mean"),
+        layer=torch.nn.Linear(3, 2, dtype=torch.float16),
+    )
     optimizer = Watching(model.parameters(), lr=0.1)
     expected = (model.layer.weight.float() - 0.1 * torch.ones(())).half()
-    executor = trainer(model, optimizer)
+    executor = poptorch.trainingModel(model, options(), optimizer)
     before = model.layer.weight.clone()
     memory = model.layer.weight.data_ptr()
-    executor(batches(dtype=torch.float16)[0])
+    executor(batch()[0].half())
     assert seen == [(torch.float32, torch.float32)] * 2
     assert (model.layer.weight.dtype, model.layer.weight.data_ptr()) == (torch.float16, memory)
     down, up = expected, (before.float() + 0.1 * torch.ones(())).half()

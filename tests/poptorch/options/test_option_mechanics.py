@@ -3,8 +3,6 @@
 import ast
 import copy
 import pickle
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -62,13 +60,6 @@ def test_assignment_checks_like_a_setter():
         AssertionError, match=r"deviceIterations is a method\n  fix: deviceIterations\(value\)"
     ):
         options.deviceIterations = 5
-
-
-def test_a_misspelt_setter_gets_one_suggestion():
-    with pytest.raises(AttributeError) as caught:
-        Options().Training.gradientAcumulation(4)
-    text = "".join(traceback.format_exception_only(caught.value))
-    assert text.lower().count("did you mean") == 1
 
 
 def test_numpy_integers_fail_and_bools_pass_as_int():
@@ -222,8 +213,10 @@ def test_sub_options_are_read_only_and_always_the_same_object():
     ],
 )
 def test_the_error_for_a_misspelt_name_suggests_the_right_one(use, kind, meant):
-    with pytest.raises(kind, match=f"did you mean '{meant}"):
+    with pytest.raises(kind, match=f"did you mean '{meant}") as caught:
         use(Options())
+    text = "".join(traceback.format_exception_only(caught.value))
+    assert text.lower().count("did you mean") == 1  # Python adds none
 
 
 def test_the_strategy_of_a_mean_is_read_by_its_camel_case_name_too():
@@ -232,44 +225,10 @@ def test_the_strategy_of_a_mean_is_read_by_its_camel_case_name_too():
     assert options.Training.meanAccumulationAndReplicationReductionStrategy == MeanReductionStrategy.Running
 
 
-def test_a_device_has_a_number_from_0():
-    with pytest.raises(AssertionError, match="useIpuId takes an int from 0; found -3"):
-        Options().useIpuId(-3)
-
-
 def test_docstrings_name_what_has_no_effect():
     text = " ".join(Options.syncPattern.__doc__.split())
     assert text.startswith("Has no effect; kept for compatibility: threads wait only")
     assert "no effect" not in Options().Precision.enableStochasticRounding.__doc__  # which is carried out
-
-
-WRONG = """
-import torch, poptorch
-options = poptorch.Options()
-calls = [
-    lambda: options.deviceIterations(-3),
-    lambda: options.allowNewShapes(0),
-    lambda: options.Distributed.configureProcessId(3, 3),
-    lambda: options.TensorLocations.numIOTiles(33),
-    lambda: options.set(wibble=1),
-    lambda: poptorch.Options().toDict(),
-    lambda: poptorch.DataLoader(options, torch.zeros(4), mode="Async", async_options={"rebatched_size": 2}),
-    lambda: poptorch.Stage("a").ipu(-1),
-    lambda: poptorch.inferenceModel(torch.nn.Linear(1, 1), options.clone().deviceIterations(2))(torch.ones(3, 1)),
-]
-for number, call in enumerate(calls):
-    try:
-        call()
-    except AssertionError:
-        continue
-    print("taken:", number)
-"""
-
-
-def test_python_o_keeps_the_checks_of_what_users_pass():
-    # They were assert statements, which `python -O` leaves out: deviceIterations(-3) was taken.
-    done = subprocess.run([sys.executable, "-O", "-c", WRONG], capture_output=True, text=True, check=True)
-    assert done.stdout == ""
 
 
 def test_no_check_with_a_message_for_users_is_an_assert_statement():
