@@ -14,7 +14,6 @@ from popengine.order import (
     draw,
     enter_order,
     order_named,
-    step_duration,
     timeline,
 )
 
@@ -43,14 +42,6 @@ def test_one_forward_one_backward_over_two_stages():
     assert drawn((0, 1), 3) == dedent("""
         ipu 0 | F0 F1 .. B0 F2 B1 .. B2
         ipu 1 | .. F0 B0 F1 B1 F2 B2 ..
-        """)
-
-
-def test_one_forward_one_backward_over_three_stages():
-    assert drawn((0, 1, 2), 4) == dedent("""
-        ipu 0 | F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
-        ipu 1 | .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
-        ipu 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
         """)
 
 
@@ -172,16 +163,6 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_textbook(stages, factor):
 @pytest.mark.parametrize(("cores", "expected"), [(1, 32), (2, 16), (4, 8), (8, 8)])
 def test_cores_that_share_all_ipus_are_busy_as_long_as_there_are_micro_batches(cores, expected):
     assert timeline(actions(0, 1, 2, 3), 4, ORDERS["1f1b"], cores)[1].length == expected
-
-
-@pytest.mark.parametrize("order", ["1f1b", "gpipe", "sharded"])  # interleaved: groups of micro-batches
-def test_the_length_of_a_long_step_is_that_of_all_its_ticks(order):
-    rows = actions(0, 1, 2, 1)
-
-    def ticks(micro_batches):
-        return timeline(rows, micro_batches, ORDERS[order])[1].length
-
-    assert step_duration(rows, 200, ticks, most=1) == ticks(200)
 
 
 def test_gpipe_runs_all_forwards_first():

@@ -2,12 +2,11 @@
 
 import pickle
 
-import pytest
 import torch
 
 from popengine.ir import Line, Piece, Value
 from popengine.operations import Body
-from popengine.run.backends.eager import build, user_line
+from popengine.run.backends.eager import build
 
 X, Y = Value("x"), Value("y")
 
@@ -61,12 +60,6 @@ def test_a_piece_computes_what_its_lines_say_and_lets_go_of_what_it_read():
     (out,) = build(HALF)(values)
     assert values == []
     assert torch.equal(out, torch.full((2, 4), 1.5))
-
-
-def test_an_error_names_the_users_line_of_the_operation():
-    with pytest.raises(RuntimeError) as error:
-        build(HALF)([torch.ones(2, 3), torch.ones(4, 5)])
-    assert user_line(HALF, error.value) == "model.py:3"
 
 
 def test_pieces_that_differ_in_the_type_of_a_number_are_not_equal():

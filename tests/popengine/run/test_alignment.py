@@ -1,6 +1,5 @@
 """Whatever a piece reads begins at a multiple of 64 bytes, so that bits don't depend on where rows lie in a batch."""
 
-import numpy as np
 import pytest
 import torch
 from test_engine_runs import HYPER, batch, engine_for
@@ -12,27 +11,6 @@ def odd(value):
     """The same values, 4 bytes after a multiple of 64."""
     room = torch.empty(value.numel() + 1, dtype=value.dtype)
     return room[1:].view_as(value).copy_(value)
-
-
-def odd_memory(value):
-    """The same values in memory of their own, which begins 8 bytes after a multiple of 64, as arrays may."""
-    room = np.empty(value.nbytes + 128, dtype=np.uint8)
-    start = -room.ctypes.data % 64 + 8
-    array = room[start : start + value.nbytes].view(value.numpy().dtype).reshape(value.shape)
-    array[...] = value.numpy()
-    return torch.from_numpy(array)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(6, 1, 2, 5), (2, 2, 3), (4, 1, 2, 3, 3, 2)])
-def test_each_micro_batch_begins_at_a_multiple_of_64_bytes_and_has_its_values(shape, dtype):
-    values = torch.randint(0, 2, shape).to(dtype)
-    for given in (values, odd(values)):
-        found = with_aligned_micro_batches(given)
-        assert torch.equal(found, values)
-        slices = [group for turn in found for group in turn]
-        assert {each.data_ptr() % 64 for each in slices} == {0}
-        assert found[0, 0].is_contiguous()
 
 
 def test_a_batch_that_begins_well_is_not_copied():
@@ -92,17 +70,3 @@ def test_every_computation_reads_what_begins_well_whatever_the_user_gives(ipus):
         torch.equal(value, twin.state.train_state.find_weights()[name])
         for name, value in engine.state.train_state.find_weights().items()
     )
-
-
-def test_a_weight_stays_where_it_is():
-    """As torch.nn.utils.vector_to_parameters makes it: the vector is trained, too, as in plain PyTorch."""
-    engine = engine_for()
-    weights = engine.state.train_state.find_weights()
-    whole = torch.cat([torch.zeros(1), weights["a.weight"].reshape(-1)])
-    weights["a.weight"].data = whole[1:].view_as(weights["a.weight"])
-    weights["b.weight"].data = odd = odd_memory(weights["b.weight"])
-    before = whole.clone()
-    engine.run(batch(16), HYPER)
-    assert not torch.equal(whole[1:], before[1:])
-    assert torch.equal(whole[1:], engine.state.train_state.find_weights()["a.weight"].reshape(-1))
-    assert weights["b.weight"].data_ptr() == odd.data_ptr()

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from popengine.compile import compile_graph
 from popengine.compile.tasks import make_plan
-from popengine.errors import RunError
 from popengine.ir import After
 from popengine.order import ORDERS, order_named, timeline
 from popengine.places import uncovered_edges, unordered_reads
@@ -298,25 +297,3 @@ def test_a_fast_first_place_does_not_run_ahead_of_the_last_one():
     assert found[0].phase == "F"
     assert {plan.tasks[edge.row].kind for edge in bounds} & {"receive", "backward"}
     assert max(edge.behind for edge in bounds) == 4
-
-
-# ---- failures ------------------------------------------------------------------------------------------------
-
-
-def test_an_error_at_one_place_ends_the_call_at_all_and_changes_nothing():
-    plan, settings, train_state = made(("norm", "tied"))
-    before = {name: value.clone() for name, value in train_state.find_weights().items()}
-    several = SeveralEngines(*at_places(plan, settings, TWO), train_state, held=3)
-    rows, labels = batch_for(several)
-    with pytest.raises(RunError, match="failed on ipu 3"):
-        several.run([rows, labels + 7], rates("sgd"))
-    assert all(has_same_bits(value, before[name]) for name, value in several.find_weights().items())
-    several.close()
-    one = Engine(*made(("norm", "tied"))[:2], train_state)
-    want = left_behind(one, train_state.find_weights, train_state.optimizer_states)
-    plan, settings, train_state = made(("norm", "tied"))
-    again = SeveralEngines(*at_places(plan, settings, TWO), train_state)
-    with pytest.raises(RunError):
-        again.run([rows, labels + 7], rates("sgd"))
-    found = left_behind(again, again.find_weights, again.optimizer_states)
-    assert all(has_same_bits(want[name], found[name]) for name in want)

@@ -10,7 +10,6 @@ from engine_models import graph_of, net, stages
 from small_engines import LAYOUTS, assert_same, batch_for, engine_of, rates, trained, trained_on_cpu
 
 from popengine.compile import compile_graph
-from popengine.errors import RunError
 from popengine.order import ORDERS, timeline
 from popengine.run import ready_queue
 from popengine.run.recorder import Recorder
@@ -43,21 +42,6 @@ def test_any_order_that_the_table_allows_gives_the_same_bits(layout, recorder, a
     assert_same(trained(engine_of(**options), calls=2, recorder=recorder and recorder()), in_order)
 
 
-def test_as_many_cores_as_torch_has_threads_work_for_all_ipus():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        others = set(threading.enumerate())
-        engine = engine_of(counts=(2, 8, 2))
-        made = {thread.name for thread in threading.enumerate() if thread not in others}
-        assert made == {"core 0", "core 1", "core 2"}
-        engine.run(batch_for(engine), rates("sgd"))
-        assert made == {thread.name for thread in threading.enumerate() if thread not in others}
-    finally:
-        torch.set_num_threads(before)
-    engine.close()
-
-
 @pytest.mark.parametrize(("worth", "threads"), [(0, {"core 0", "core 1"}), (60, {"core 0"})])
 def test_short_tasks_are_left_to_one_core(worth, threads, monkeypatch):
     monkeypatch.setattr(ready_queue, "WORTH_SHARING", worth)
@@ -83,47 +67,6 @@ def noted(code, seen):
         return code(values)
 
     return call
-
-
-def test_an_error_names_its_place():
-    engine = engine_of(counts=(2, 8, 2), kind="adamw")
-    x, y = batch_for(engine)
-    y[-1] = 77  # no such class; the last micro-batch of the second update
-    with pytest.raises(RunError, match=r"forward of stage 3 .* micro-batch 7, replica 1"):
-        engine.run([x, y], rates("adamw"))
-    engine.close()
-
-
-def test_an_interrupt_before_the_first_update_leaves_no_trace(monkeypatch):
-    """Ctrl-C arrives in the thread that waits, in the middle of the first of many steps."""
-    engine, twin = (engine_of(counts=(10, 8, 1)) for _ in range(2))
-    running = threading.Event()
-    codes = list(engine.workers[0].codes[0])
-
-    def slow(code):
-        def call(values):
-            running.set()
-            time.sleep(0.05)
-            return code(values)
-
-        return call
-
-    engine.workers[0].codes[0][:] = map(slow, codes)
-
-    interrupts, wait = [KeyboardInterrupt], engine.queue.wait_until_idle
-
-    def interrupted():
-        if interrupts:
-            running.wait(240)
-            raise interrupts.pop()
-        wait()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.queue, "wait_until_idle", interrupted)
-        engine.run(batch_for(engine), rates("sgd"))
-    assert engine.state.train_state.updates == 0
-    engine.workers[0].codes[0][:] = codes
-    assert_same(trained(engine, calls=1), trained(twin, calls=1))
 
 
 # ---- what is drawn is what runs --------------------------------------------------------------------------

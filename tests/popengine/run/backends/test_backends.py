@@ -11,7 +11,7 @@ from engine_models import graph_of, net, rates, train_state_of
 from popengine.compile import compile_graph
 from popengine.run.backends import inductor
 from popengine.run.backends.eager import build
-from popengine.run.backends.inductor import TensorMetadata, input_metadata, trace_piece
+from popengine.run.backends.inductor import input_metadata
 from popengine.run.engine import Engine
 from popengine.run.recorder import Recorder
 from popengine.settings import Counts, Optimizer, Settings, StagePlan, Strategy
@@ -112,25 +112,6 @@ def test_values_that_lie_otherwise_in_memory_are_copied():
     key = 1 << 63  # of a draw: a number of 64 bits without a sign
     for found, expected in zip(code([*turned, key]), eager([*values, key]), strict=True):
         torch.testing.assert_close(found, expected, **ROUNDING)
-
-
-def test_what_a_piece_will_read_is_known_before_anything_has_run():
-    partition = partition_of(net(0.5))
-    slots = {slot.name for slot in partition.signature.slots}
-    likes = dict(zip(partition.pieces[1].reads, input_metadata(partition)[1], strict=True))
-    activations = {like for name, like in likes.items() if name not in slots}
-    assert activations == {TensorMetadata((2, 4), (4, 1), torch.float32)}
-
-
-def test_a_draw_is_one_opaque_call_in_the_compiled_graph():
-    partition = partition_of(net(0.5))
-    traced = [
-        trace_piece(piece, likes, {})[0]
-        for piece, likes in zip(partition.pieces, input_metadata(partition), strict=True)
-    ]
-    calls = [node for graph in traced for node in graph.graph.nodes if "popengine.eager" in str(node.target)]
-    assert len(calls) == 1
-    assert calls[0].args[0].startswith("aten.bernoulli.p 0 ")
 
 
 def test_without_a_compiler_pieces_run_eagerly_after_one_warning(monkeypatch, forget_the_compiler):
