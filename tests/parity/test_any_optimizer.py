@@ -96,51 +96,27 @@ def optimizer_of(name):
     return lambda parameters: getattr(torch.optim, name)(parameters, **ARGUMENTS[name])
 
 
-def plain(make, updates=UPDATES, replicas=1, clip=None, prepare=None):
+def plain(make, updates=UPDATES):
     model = parity_runs.made(Model)
     optimizer = make(model.parameters())
-    for rows in parity_runs.batches(model, updates, ACCUMULATION * ROWS * replicas):
-        optimizer.zero_grad()
-        found = []  # of each replica: the sums are added as a tree
-        for of_replica in parity_runs.cut(ROWS * ACCUMULATION, *rows):
-            model.zero_grad()
-            for micro_batch in parity_runs.cut(ROWS, *of_replica):
-                model(*micro_batch)[1].backward()
-            found.append([parameter.grad.clone() for parameter in model.parameters()])
-        for index, parameter in enumerate(model.parameters()):
-            parameter.grad = sum((gradients[index] for gradients in found[1:]), found[0][index])
-            parameter.grad /= ACCUMULATION * replicas
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+    for rows in parity_runs.batches(model, updates, ACCUMULATION * ROWS):
+        parity_runs.plain_update(model, optimizer, parity_runs.cut(ROWS, *rows))
     return model, optimizer
 
 
-def wrapped(make, iterations=1, replicas=1, **attributes):
+def wrapped(make, iterations=1):
     model = parity_runs.made(Model)
     optimizer = make(model.parameters())
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
-    options = parity_runs.options(accumulation=ACCUMULATION, iterations=iterations, replicas=replicas)
+    options = parity_runs.options(accumulation=ACCUMULATION, iterations=iterations)
     return model, optimizer, poptorch.trainingModel(model, options, optimizer)
 
 
-def trained(make, updates=UPDATES, iterations=1, replicas=1, **attributes):
-    model, optimizer, executor = wrapped(make, iterations, replicas, **attributes)
-    data = parity_runs.batches(model, updates, ACCUMULATION * ROWS * replicas)
+def trained(make, updates=UPDATES, iterations=1):
+    model, optimizer, executor = wrapped(make, iterations)
+    data = parity_runs.batches(model, updates, ACCUMULATION * ROWS)
     for first in range(0, updates, iterations):
-        of_replicas = [
-            torch.cat([in_order(value, replicas) for value in values])
-            for values in zip(*data[first : first + iterations], strict=True)
-        ]
-        executor(*of_replicas)
+        executor(*(torch.cat(values) for values in zip(*data[first : first + iterations], strict=True)))
     return model, optimizer
-
-
-def in_order(rows, replicas):
-    """The rows of an update, replica after replica, in the order in which an executor takes them."""
-    split = rows.reshape(replicas, ACCUMULATION, ROWS, -1)
-    return split.transpose(0, 1).reshape(len(rows), -1).contiguous()
 
 
 def same(ours, plain):
@@ -178,17 +154,6 @@ def test_an_optimizer_has_the_bits_of_plain_pytorch(name):
 def test_several_updates_a_call_step_once_each(name):
     make = optimizer_of(name)
     same(trained(make, updates=6, iterations=3), plain(make, updates=6))
-
-
-@pytest.mark.parametrize("name", ["Adamax", "Lion"])
-def test_replicas_step_on_the_sum_of_their_gradients(name):
-    make = optimizer_of(name)
-    same(trained(make, replicas=2), plain(make, replicas=2))
-
-
-def test_a_bound_of_the_gradients_norm_counts():
-    make = optimizer_of("RAdam")
-    same(trained(make, max_grad_norm=0.01), plain(make, clip=0.01))
 
 
 @pytest.mark.parametrize("name", REFUSED)

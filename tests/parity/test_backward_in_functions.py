@@ -127,16 +127,14 @@ def test_a_forward_takes_derivatives_in_inference(derivative):
 
 
 def test_a_loss_of_derivatives_by_torch_func_trains():
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x, y):
+        forces = torch.func.vmap(torch.func.grad(lambda row: self.layers(row).sum()))(x)
+        return nn.functional.mse_loss(forces, y)
 
-        def forward(self, x, y):
-            forces = torch.func.vmap(torch.func.grad(lambda row: self.layers(row).sum()))(x)
-            return nn.functional.mse_loss(forces, y)
+    def make():
+        return module(forward, layers=nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
 
-    model, plain = made(Force), made(Force)
+    model, plain = made(make), made(make)
     x, y = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     poptorch.trainingModel(model, options(accumulation=2), torch.optim.SGD(model.parameters(), lr=0.1))(x, y)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

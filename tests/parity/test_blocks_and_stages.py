@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from parity_models import Digits
 from parity_runs import LAYOUTS, Trained, batches, cut, differing, options, plain, plain_update, trained
 from torch import nn
 from torch.nn import functional
@@ -14,10 +13,6 @@ SIZE = 6
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def four_stages():
-    return poptorch.PipelinedExecution("a", "b", "c", "d")
 
 
 class Rows(nn.Module):
@@ -156,37 +151,7 @@ def test_blocks_may_be_opened_again_and_return_to_an_ipu(model, strategy, stages
     assert _trained_as_marked(model, strategy).differs_from(plain(model, sgd, updates=6)) == []
 
 
-def test_frozen_parameters_are_read_and_not_updated():
-    def frozen():
-        model = Skips()
-        model.b.weight.requires_grad_(False)
-        return model
-
-    frozen.data = Skips.data
-    found = trained(frozen, sgd, four_stages(), updates=4)
-    assert found.differs_from(plain(frozen, sgd, updates=4)) == []
-
-
 # ---- replicas ---------------------------------------------------------------------------------------------
-
-
-def test_two_replicas_equal_one_with_twice_the_accumulation_up_to_the_order_of_sums():
-    """A replica adds up its own micro-batches first, then the two sums are added: (1+3+5) + (2+4+6) is not
-    ((1+2)+3)+..., so the last bits may differ. Losses of the first update come before any sum: equal."""
-
-    def run(replicas, accumulation):
-        user = _model(Digits)
-        own = options(accumulation=accumulation, replicas=replicas, iterations=5)
-        executor = poptorch.trainingModel(user, own, torch.optim.SGD(user.parameters(), lr=0.05))
-        torch.manual_seed(1)
-        _, losses = executor(*Digits.data(5 * 8 * 2))
-        executor.destroy()
-        return losses.reshape(5, 8), user.state_dict()
-
-    (one, weights), (two, other) = run(1, 8), run(2, 4)
-    assert torch.equal(one[0], two[0])
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weights, other, rtol=1e-5, atol=1e-6)
 
 
 def test_replicas_draw_different_random_numbers():

@@ -57,10 +57,6 @@ def step_both(make, dtype=torch.float32, steps=3):
     return one.weight.detach().clone(), two.weight.detach()
 
 
-def test_adamw_without_bias_correction_is_the_same_rule_on_the_host():
-    assert torch.equal(*step_both(lambda p: poptorch.optim.AdamW(p, lr=0.01, bias_correction=False)))
-
-
 def test_lamb_with_a_weight_norm_of_at_most_nothing_takes_adams_steps():
     """Programs set it for biases. The ratio is 1 where either of its parts is 0; it was 0, and nothing ever moved."""
     given, host = step_both(lambda p: poptorch.optim.LAMB(p, lr=0.01, max_weight_norm=0.0))
@@ -169,28 +165,3 @@ def test_gradients_that_a_loss_scale_makes_overflow_are_told_of_once(ipus, caplo
 
 
 # ---- loaded rates ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_loaded_state_brings_its_rates_until_the_optimizer_is_set_again(momentum):
-    def trainer(lr, scale):
-        model = Slope()
-        optimizer = poptorch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, loss_scaling=scale)
-        return poptorch.trainingModel(model, quiet(), optimizer), model, optimizer
-
-    x = torch.ones(1, 4)
-    executor, _, optimizer = trainer(0.25, 4.0)
-    executor(x)
-    state = optimizer.state_dict()
-    state["ipu_state"] = {name: torch.zeros_like(value) for name, value in state["ipu_state"].items()}
-    other, model, loading = trainer(0.5, 2.0)
-    loading.load_state_dict(state)
-    other(x)
-    assert model.weight.tolist() == [0.75] * 4
-    assert float(loading.state_dict()["ipu_param"]["lossScaling_FLOAT"]) == 4
-    for group in loading.param_groups:
-        group.update(lr=0.125, momentum=0.0)
-    if momentum == 0:
-        other.setOptimizer(loading)
-        other(x)
-        assert model.weight.tolist() == [0.625] * 4

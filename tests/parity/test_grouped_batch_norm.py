@@ -108,35 +108,6 @@ def test_two_groups_of_two_are_those_of_a_program_in_plain_pytorch():
     assert_close((found_losses, found), (torch.stack(losses), state), 1e-12)
 
 
-def test_gradients_are_those_of_syncbatchnorm():
-    """The formula of torch.nn.SyncBatchNorm's backward, written out, on one layer."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(4, 3, 2, 2, dtype=SINGLE, requires_grad=True), torch.randn(4, 3, 2, 2, dtype=SINGLE)
-    weight, values = torch.tensor([0.5, 2.0, -1.0], dtype=SINGLE).view(1, 3, 1, 1), 16
-    mean = x.mean((0, 2, 3), keepdim=True)
-    scale = torch.rsqrt(x.var((0, 2, 3), correction=0, keepdim=True) + 1e-5)
-    normal = (x - mean) * scale
-    sums = dy.sum((0, 2, 3), keepdim=True), (dy * normal).sum((0, 2, 3), keepdim=True)
-    expected = weight * scale * (dy - sums[0] / values - normal * sums[1] / values)
-
-    def forward(self, x: Tensor, dy: Tensor) -> Tensor:
-        return poptorch.identity_loss((self.norm(x + self.shift) * dy).sum(), reduction="none")
-
-    model = module(
-        forward,
-        shift=nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=SINGLE)),
-        norm=poptorch.GroupedBatchNorm2d(3, 2, dtype=SINGLE),
-    )
-    model.norm.weight.data = weight.flatten().clone()
-    opts = poptorch.Options().replicationFactor(2).showCompilationProgressBar(False)
-    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
-    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=1.0))
-    executor(x.detach(), dy)
-    gradient = expected.detach()[:2] + expected.detach()[2:]  # one shift for both replicas' rows
-    torch.testing.assert_close(-model.shift.detach(), gradient, atol=1e-12, rtol=0)
-    torch.testing.assert_close(model.norm.bias.detach(), -sums[0].detach().flatten())
-
-
 CHANGES = {
     "none": None,
     "recomputed": lambda opts: opts._Popart.set("autoRecomputation", 1),

@@ -94,22 +94,15 @@ def test_a_call_that_is_interrupted_anywhere_leaves_whole_updates(after, iterati
     assert check_calls(trainer(iterations), after, EVERYWHERE, (None,), X[: iterations * len(HALF)]) > 200
 
 
-class Drifting(nn.Module):
-    """Its loss depends on a buffer, of which each replica has its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.register_buffer("mean", torch.zeros(3))
+def drifting():
+    """A trainer of a model whose loss depends on a buffer, of which each replica has its own."""
 
     def forward(self, x):
         self.mean.mul_(0.5).add_(x.detach().mean(0))
         return poptorch.identity_loss(self.layer(x + self.mean).square(), "mean")
 
-
-def drifting():
     torch.manual_seed(0)
-    model = Drifting()
+    model = module(forward, layer=nn.Linear(3, 1), mean=torch.zeros(3))
     options = poptorch.Options().replicationFactor(2).broadcastBuffers(False)
     options.showCompilationProgressBar(False)
     options.Training.gradientAccumulation(3)

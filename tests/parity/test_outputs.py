@@ -108,14 +108,6 @@ def test_by_default_training_returns_the_final_and_inference_all_outputs():
     assert executor_for(False, poptorch.OutputMode.Default)(x)["loss"].shape == (ITERATIONS,)
 
 
-def test_the_loss_of_an_iteration_was_computed_with_the_weights_after_so_many_updates():
-    x = torch.ones(ITERATIONS * ACCUMULATION * ROWS, 3)
-    losses = executor_for(True, poptorch.OutputMode.All)(x)["loss"].reshape(ITERATIONS, ACCUMULATION)
-    assert (losses == losses[:, :1]).all()
-    assert (losses[1:, 0] < losses[:-1, 0]).all()
-    assert losses[0, 0] == 1
-
-
 @pytest.mark.parametrize(
     ("given", "returned"),
     [

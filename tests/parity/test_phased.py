@@ -11,6 +11,7 @@ from torch import nn
 
 import poptorch
 from poptorch import Liveness, ParallelPhasedExecution, Phase, SerialPhasedExecution, ShardedExecution, Stage
+from small_models import module
 
 
 def serial():
@@ -57,21 +58,14 @@ def test_phases_train_as_plain_pytorch_and_run_as_their_stages_in_sharded_execut
 
 
 def test_a_phase_may_name_its_ipus_block_by_block():
-    class Inline(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(2, 2) for _ in range(3))
+    def forward(self, x):
+        for ipu, layer in enumerate(self.layers):
+            with poptorch.Block("abc"[ipu], ipu_id=ipu):
+                x = layer(x)
+        with poptorch.Block("c"):
+            return poptorch.identity_loss(x, "mean")
 
-        def forward(self, x):
-            with poptorch.Block("a", ipu_id=0):
-                x = self.a(x)
-            with poptorch.Block("b", ipu_id=1):
-                x = self.b(x)
-            with poptorch.Block("c", ipu_id=2):
-                return poptorch.identity_loss(self.c(x), "mean")
-
-    torch.manual_seed(0)
-    model, x = Inline(), torch.randn(2, 2)
+    model, x = module(forward, layers=nn.ModuleList(nn.Linear(2, 2) for _ in "abc")), torch.randn(2, 2)
     expected = model(x).detach()
     options = poptorch.Options()
     options.setExecutionStrategy(poptorch.SerialPhasedExecution(["a", "b"], "c"))

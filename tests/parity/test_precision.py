@@ -63,11 +63,8 @@ def half_precision_mean_change(stochastic, steps=20):
     return (1 - model.weight.double()).mean().item() / (steps * step)
 
 
-def test_rounding_to_nearest_loses_small_updates():
+def test_stochastic_rounding_keeps_small_updates_on_average_which_rounding_to_nearest_loses():
     assert half_precision_mean_change(stochastic=False) == 0
-
-
-def test_stochastic_rounding_keeps_them_on_average():
     # 4096 weights x 20 steps: the standard error of the mean is about 1 %.
     assert half_precision_mean_change(stochastic=True) == pytest.approx(1, abs=0.05)
 

@@ -1,6 +1,5 @@
 """Executors beside each other: collected while another runs, taking turns, in other threads, after a failed forward."""
 
-import functools
 import gc
 import threading
 import weakref
@@ -30,25 +29,10 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@functools.cache
-def trained_alone():
-    return {model: losses(executor_of(model), batches(model, UPDATES)) for model in (Digits, Transformer)}
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone():
     """What each model's training gives with nobody beside it."""
-    return trained_alone()
-
-
-def test_two_executors_that_take_turns_train_as_alone(alone):
-    executors = {model: executor_of(model) for model in alone}
-    rows = {model: batches(model, UPDATES) for model in alone}
-    given = {model: [] for model in alone}
-    for update in range(UPDATES):
-        for model, executor in executors.items():
-            given[model].append(executor(*rows[model][update])[1])
-    assert all(same(given[model], alone[model]) for model in alone)
+    return {model: losses(executor_of(model), batches(model, UPDATES)) for model in (Digits, Transformer)}
 
 
 def test_two_executors_in_two_threads_train_as_alone(alone):
@@ -71,16 +55,6 @@ def test_two_executors_in_two_threads_train_as_alone(alone):
         not torch.compiler.is_compiling()
     )  # two captures at once left torch's flag behind, and its optimizers astray
     assert all(same(given[model], alone[model]) for model in alone)
-
-
-def test_an_executor_is_compiled_and_called_in_another_thread_than_the_main_one(alone):
-    given = []
-    executor, rows = executor_of(Digits), batches(Digits, UPDATES)
-    thread = threading.Thread(target=lambda: given.extend(losses(executor, rows)))
-    thread.start()
-    thread.join(240)
-    assert same(given, alone[Digits])
-    assert len(losses(executor, rows[:1])) == 1  # and in the main one again
 
 
 def test_an_executor_that_is_collected_while_another_runs_disturbs_nobody(alone):

@@ -98,19 +98,3 @@ def test_a_generator_and_a_discriminator_train_by_turns_as_in_plain_pytorch(froz
     """Neither executor is detached between the calls. `frozen`: the program freezes the discriminator by turns."""
     found, expected = trained(by_an_executor, frozen), trained(plain, frozen)
     assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-def test_the_images_of_a_generator_that_another_executor_trains_are_the_newest():
-    generator, discriminator = made()
-    model = OfGenerator(generator, discriminator)
-    executor = poptorch.trainingModel(model, options(accumulation=1), adam(generator))
-    images = poptorch.inferenceModel(generator.eval(), options(accumulation=1))
-    noise = torch.randn(ROWS, 6, 1, 1)
-    generator.train()
-    for _ in range(2):
-        found = images(noise)
-        generator.eval()
-        with torch.no_grad():
-            assert torch.equal(found, generator(noise))
-        generator.train()
-        executor(noise)

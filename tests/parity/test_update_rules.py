@@ -108,26 +108,6 @@ def test_a_rule_follows_its_formula(case):
         )
 
 
-def test_the_formulas_differ_where_the_options_do():
-    ends = [plain(formula(rule))["d.weight"] for rule in (lamb(0.05), lamb(0.05, max_weight_norm=0.5))]
-    ends += [plain(formula(rule))["d.weight"] for rule in (adam(0.01), adam(0.01, corrected=False))]
-    for i, one in enumerate(ends):
-        assert all((one - other).abs().max() > 1e-3 for other in ends[:i])
-
-
-def test_groups_have_their_own_rates():
-    def grouped(library):
-        def build(parameters):
-            first, *rest = parameters
-            return library.SGD(
-                [{"params": [first], "lr": 0.2, "momentum": 0.0}, {"params": rest}], lr=0.05, momentum=0.9
-            )
-
-        return build
-
-    assert differing(trained(grouped(optim)), plain(grouped(torch.optim))) == []
-
-
 @pytest.mark.parametrize("more", [{}, {"momentum": 0.0}, {"eta": 0.02}], ids=str)
 def test_lars_is_its_twin_in_plain_pytorch(more):
     twin = plain(partial(Lars, lr=0.5, decay=0.01, **more))

@@ -32,47 +32,24 @@ def by_numpy(value, keep):
     return torch.from_numpy(room[1:]).view(value.shape)
 
 
-def by_bytes(value, keep):
-    return torch.frombuffer(bytearray(value.nbytes + ODD), dtype=torch.float32, offset=ODD).view(value.shape)
-
-
-def by_map(value, keep):
-    room = mmap.mmap(-1, value.nbytes + ODD)
-    return torch.frombuffer(room, dtype=torch.float32, offset=ODD).view(value.shape)
-
-
 def by_shared_memory(value, keep):
     room = shared_memory.SharedMemory(create=True, size=value.nbytes + ODD)
     keep.append(room)
     return torch.frombuffer(room.buf, dtype=torch.float32, count=value.numel(), offset=ODD).view(value.shape)
 
 
-def by_share_memory(value, keep):
-    return torch.empty_like(value).share_memory_()
-
-
-def by_a_flat_buffer(value, keep):
-    return torch.zeros(value.numel() + 5)[1 : value.numel() + 1].view(value.shape)
-
-
-def by_a_transposed_buffer(value, keep):
-    return torch.zeros(*reversed(value.shape)).permute(*reversed(range(value.dim())))
-
-
-def by_columns(value, keep):
-    return torch.zeros(*value.shape, 2)[..., 1]
-
-
-MEMORY = [
-    by_numpy,
-    by_bytes,
-    by_map,
-    by_shared_memory,
-    by_share_memory,
-    by_a_flat_buffer,
-    by_a_transposed_buffer,
-    by_columns,
-]
+MEMORY = {
+    "numpy": by_numpy,
+    "shared memory": by_shared_memory,
+    "share_memory_": lambda value, keep: torch.empty_like(value).share_memory_(),
+    "a flat buffer": lambda value, keep: torch.zeros(value.numel() + 5)[1 : value.numel() + 1].view(
+        value.shape
+    ),
+    "a transposed buffer": lambda value, keep: torch.zeros(*value.shape[::-1]).permute(
+        *range(value.dim())[::-1]
+    ),
+    "columns": lambda value, keep: torch.zeros(*value.shape, 2)[..., 1],
+}
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -112,7 +89,7 @@ def keep():
 
 @pytest.mark.parametrize("moved_after", [0, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("memory", MEMORY, ids=lambda memory: memory.__name__)
+@pytest.mark.parametrize("memory", MEMORY)
 def test_weights_stay_in_the_users_memory(memory, name, moved_after, keep):
     ours, plain = made(Model), made(Model)
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in (ours, plain)]
@@ -120,7 +97,7 @@ def test_weights_stay_in_the_users_memory(memory, name, moved_after, keep):
     for _ in range(moved_after):
         executor(X)
         plain_step(plain, optimizers[1])
-    aliases = move(memory, weights_of(ours), keep)
+    aliases = move(MEMORY[memory], weights_of(ours), keep)
     for factor in (1.0, 0.5):
         for alias in aliases:
             alias.mul_(factor)
@@ -138,12 +115,12 @@ def test_weights_stay_in_the_users_memory(memory, name, moved_after, keep):
         value.data = value.detach().clone()
 
 
-@pytest.mark.parametrize("memory", MEMORY, ids=lambda memory: memory.__name__)
+@pytest.mark.parametrize("memory", MEMORY)
 def test_inference_reads_the_users_memory(memory, keep):
     model = nn.Linear(4, 6)
     executor = poptorch.inferenceModel(model, options(accumulation=1))
     executor(X)
-    aliases = move(memory, model.parameters(), keep)
+    aliases = move(MEMORY[memory], model.parameters(), keep)
     for _ in range(2):
         for alias in aliases:
             alias.mul_(0.5)
@@ -164,7 +141,7 @@ def test_inference_writes_to_no_weight():
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "fused"])
-@pytest.mark.parametrize("memory", MEMORY, ids=lambda memory: memory.__name__)
+@pytest.mark.parametrize("memory", MEMORY)
 def test_optimizer_states_stay_in_the_users_memory(memory, name, keep):
     ours, plain = made(Model), made(Model)
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in (ours, plain)]
@@ -174,7 +151,7 @@ def test_optimizer_states_stay_in_the_users_memory(memory, name, keep):
     aliases = {}
     for parameter, state in optimizers[0].state.items():
         for key in [key for key in state if key != "step"]:
-            aliases[parameter, key] = memory(state[key], keep).copy_(state[key])
+            aliases[parameter, key] = MEMORY[memory](state[key], keep).copy_(state[key])
             state[key] = aliases[parameter, key]
     for _ in range(2):
         executor(X)

@@ -209,14 +209,6 @@ def a_view_made_before_the_first_step(loop: Loop) -> Any:
 
 
 @way
-def clipped_after_each_step(loop: Loop) -> Any:
-    for _ in range(4):
-        loop.step()
-        for parameter in loop.model.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-
-
-@way
 @changed
 def perturbed_and_restored(loop: Loop) -> Any:
     kept = [parameter.data.clone() for parameter in loop.model.parameters()]
@@ -229,12 +221,6 @@ def perturbed_and_restored(loop: Loop) -> Any:
 
 
 # ---- state_dict, files and copies --------------------------------------------------------------------------
-
-
-@way
-def load_state_dict_before_the_first_step(loop: Loop) -> Any:
-    loop.model.load_state_dict(halves(read(loop.model)))
-    loop.step()
 
 
 @way
@@ -293,22 +279,6 @@ def a_state_dict_from_before_a_step_loaded_after_it(loop: Loop) -> Any:
 
 
 @way
-def parameters_listed_before_a_step(loop: Loop) -> Any:
-    early = list(loop.model.parameters()), list(loop.model.buffers())
-    loop.step()
-    return [value.detach().clone() for values in early for value in values], early[0][0].sum().item()
-
-
-@way
-def a_model_saved_by_torch(loop: Loop) -> Any:
-    loop.step()
-    loaded = through_bytes(loop.model, weights_only=False)
-    loop.step()
-    assert type(loaded) is Small
-    return read(loaded), read(through_bytes(loop.model, weights_only=False))
-
-
-@way
 @changed
 def a_model_saved_by_pickle(loop: Loop) -> Any:
     loaded = pickle.loads(pickle.dumps(loop.model))
@@ -335,33 +305,6 @@ def a_deep_copy(loop: Loop) -> Any:
         after.first.weight.zero_()
     loop.step()
     return read(before), read(after), loop.evaluate(after.eval())
-
-
-@way
-def a_shallow_copy(loop: Loop) -> Any:
-    other = copy.copy(loop.model)
-    loop.step()
-    with torch.no_grad():
-        other.first.weight.mul_(0.5)
-    loop.step()
-    return read(other)
-
-
-@way
-def shared_memory(loop: Loop) -> Any:
-    loop.model.share_memory()
-    loop.step()
-    before = [parameter.is_shared() for parameter in loop.model.parameters()]
-    loop.step()
-    return before, [parameter.is_shared() for parameter in loop.model.parameters()]
-
-
-@way
-def shared_memory_after_a_step(loop: Loop) -> Any:
-    loop.step()
-    loop.model.share_memory()
-    loop.step()
-    return [parameter.is_shared() for parameter in loop.model.parameters()]
 
 
 @way
@@ -398,28 +341,6 @@ def an_exponential_average(loop: Loop) -> Any:
     return found, read(average)
 
 
-@way
-def a_stochastic_average(loop: Loop) -> Any:
-    average = swa_utils.AveragedModel(loop.model, use_buffers=True)
-    for _ in range(3):
-        loop.step()
-        average.update_parameters(loop.model)
-    swa_utils.update_bn([some((2, 4), seed) for seed in range(3)], average)
-    return read(average), loop.evaluate(average.module)
-
-
-@way
-def a_target_network(loop: Loop) -> Any:
-    target, found = copy.deepcopy(loop.model), []
-    for _ in range(3):
-        loop.step()
-        with torch.no_grad():
-            for ours, theirs in zip(target.parameters(), loop.model.parameters(), strict=True):
-                ours.lerp_(theirs, 0.1)
-        found.append(loop.evaluate(target))
-    return found
-
-
 def pruned_half(loop: Loop) -> None:
     prune.l1_unstructured(loop.model.first, "weight", 0.5)
 
@@ -430,17 +351,6 @@ def pruned_before_the_first_step(loop: Loop) -> Any:
     loop.step()
     loop.step()
     return loop.evaluate()
-
-
-@way
-def pruned_after_a_step_and_compiled_again(loop: Loop) -> Any:
-    loop.step()
-    pruned_half(loop)
-    loop.again()
-    loop.step()
-    prune.remove(loop.model.first, "weight")
-    loop.again()
-    loop.step()
 
 
 @way
@@ -468,13 +378,6 @@ def parametrized_before_the_first_step(loop: Loop) -> Any:
     return loop.evaluate(), loop.model.first.weight.detach().clone()
 
 
-@way
-@changed
-def parametrized_after_a_step_and_compiled_again(loop: Loop) -> Any:
-    parametrized(loop)
-    loop.again()
-
-
 def normed() -> nn.Module:
     model = Small()
     parametrizations.weight_norm(model.first)
@@ -498,15 +401,6 @@ def functional_call(loop: Loop) -> Any:
 
 
 # ---- other executors ---------------------------------------------------------------------------------------
-
-
-@way
-def trained_and_evaluated_alternately(loop: Loop) -> Any:
-    found = []
-    for _ in range(4):
-        loop.step()
-        found.append(loop.evaluate())
-    return found
 
 
 @way
@@ -555,26 +449,11 @@ def destroyed_written_and_compiled_again(loop: Loop) -> Any:
 
 
 @way
-@changed
-def biases_frozen(loop: Loop) -> Any:
-    for name, parameter in loop.model.named_parameters():
-        parameter.requires_grad = "bias" not in name
-
-
-@way
 def a_layer_frozen_and_freed(loop: Loop) -> Any:
     for number in range(6):
         loop.model.first.requires_grad_(number % 3 != 1)
         loop.step()
     return loop.evaluate()
-
-
-@way
-def frozen_by_turns(loop: Loop) -> Any:
-    for number in range(6):
-        loop.model.first.requires_grad_(number % 2 == 0)
-        loop.model.second.requires_grad_(number % 2 == 1)
-        loop.step()
 
 
 def with_a_frozen_layer() -> nn.Module:
@@ -654,16 +533,6 @@ def running_statistics_written(loop: Loop) -> Any:
 
 
 @way
-def optimizer_state_read(loop: Loop) -> Any:
-    found = []
-    for _ in range(2):
-        loop.step()
-        state = loop.optimizer.state[loop.model.first.weight]
-        found.append({name: value.clone() for name, value in state.items()})
-    return found, len(loop.optimizer.state)
-
-
-@way
 def optimizer_state_held_over_a_step(loop: Loop) -> Any:
     loop.step()
     held = loop.optimizer.state[loop.model.first.weight]
@@ -717,16 +586,6 @@ def optimizer_state_from_before_the_first_step(loop: Loop) -> Any:
 
 
 @way
-def optimizer_state_saved_by_torch(loop: Loop) -> Any:
-    loop.step()
-    saved = through_bytes(loop.optimizer.state_dict())
-    loop.step()
-    loop.optimizer.load_state_dict(saved)
-    loop.step()
-    return saved["state"]
-
-
-@way
 @changed
 def state_of_a_plain_training_loaded(loop: Loop) -> Any:
     torch.manual_seed(0)
@@ -760,30 +619,10 @@ def optimizer_copied_and_pickled(loop: Loop) -> Any:
 
 
 @way
-def model_and_optimizer_copied_together(loop: Loop) -> Any:
-    loop.step()
-    model, optimizer = copy.deepcopy((loop.model, loop.optimizer))
-    loop.step()
-    optimizer.zero_grad()
-    model(some((2, 4)), some((2, 3)))[1].backward()
-    optimizer.step()
-    return read(model)
-
-
-@way
 @changed
 def another_rate(loop: Loop) -> Any:
     loop.optimizer.param_groups[0]["lr"] = 0.01
     loop.set_optimizer(loop.optimizer)
-
-
-@way
-def a_scheduler(loop: Loop) -> Any:
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)
-    for _ in range(3):
-        loop.step()
-        scheduler.step()
-        loop.set_optimizer(loop.optimizer)
 
 
 @way
