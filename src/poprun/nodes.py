@@ -20,7 +20,7 @@ from popengine.environment import AGENT_STORE, RUN_ID, STORE
 
 from .command_line import CommandLine
 from .presence import Presence, Reach
-from .rounds import Me, Record, Round, decide, missing_text
+from .rounds import Me, Record, Round, decide, missing_text, new_nodes
 from .shared_folder import RunLost, SharedFolder
 from .topology import Node, local_instance_count
 
@@ -94,6 +94,7 @@ class ElasticNode(NodeOfRun):
         self._changed = time.monotonic()  # the last change of `_text`
         self._next_write = self._next_warning = 0.0
         self._since: int | None = None  # `since` of this node's record
+        self._announced: set[str] = set()  # new nodes that the log has named
 
     def store_variables(self) -> dict[str, str]:
         """Return variables for instances: the round's first node serves their store, and its random id is the run's."""
@@ -158,8 +159,9 @@ class ElasticNode(NodeOfRun):
             self._shared.remove_records(self._presence.stale())
             if self.name not in records:
                 return newest
-            has_no_round = newest.state != "runs" and not newest.is_over
-            if has_no_round and (newest.counts or self._waited() > _WARNING_INTERVAL):
+            if newest.state == "runs":
+                self._announce(new_nodes(newest, records, self._me) if self._is_in(newest) else [])
+            elif not newest.is_over and (newest.counts or self._waited() > _WARNING_INTERVAL):
                 self._warn_of_missing(records)
             changed = decide(newest, records, self._waited(), self._me)
             return newest if changed == newest else self._replace_state(changed)
@@ -236,6 +238,12 @@ class ElasticNode(NodeOfRun):
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_INTERVAL
             self._log.warning(text)
+
+    def _announce(self, names: list[str]) -> None:
+        """Log that nodes have come which the next round adds, once for each."""
+        if set(names) - self._announced:
+            self._log.info("a node has come, which is added after the next checkpoint")
+        self._announced = set(names)
 
     def _warn_of_missing(self, records: dict[str, Record]) -> None:
         """Warn each minute that no round can begin."""

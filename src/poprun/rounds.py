@@ -109,6 +109,18 @@ def decide(newest: Round, records: Records, now: float, me: Me) -> Round:
     return newest
 
 
+def new_nodes(newest: Round, records: Records, me: Me) -> list[str]:
+    """Return the names of nodes that the next round would add to the running round `newest`, for more instances or
+    another distribution of them."""
+    if records.keys() <= newest.counts.keys():
+        return []
+    group = _best_group(_in_order(newest, records), me)
+    counts = _counts(group, records, me)
+    is_same = sorted(counts.values()) == sorted(newest.counts.values())
+    is_worth_it = not is_same and sum(counts.values()) >= newest.instances
+    return [name for name in group if name not in newest.counts] if is_worth_it else []
+
+
 def missing_text(records: Records, me: Me) -> str:
     """Return a message that the nodes which are there have too little room for a round; "" if a round can begin."""
     group = _best_group(records, me)
@@ -119,15 +131,11 @@ def missing_text(records: Records, me: Me) -> str:
 
 
 def _can_grow(newest: Round, records: Records, me: Me) -> bool:
-    """Return whether the next round would have more instances, or another distribution of them, by new nodes, and a
-    checkpoint has been written since the first of these came. The round's first node decides."""
-    if me.name != next(iter(newest.counts)) or records.keys() <= newest.counts.keys():
+    """Return whether new nodes can be added: a checkpoint has been written since the first of them came. The round's
+    first node decides."""
+    if me.name != next(iter(newest.counts)):
         return False
-    group = _best_group(records, me)
-    counts = _counts(group, records, me)
-    if sorted(counts.values()) == sorted(newest.counts.values()) or sum(counts.values()) < newest.instances:
-        return False
-    came = [records[name]["since"] for name in group if name not in newest.counts]
+    came = [records[name]["since"] for name in new_nodes(newest, records, me)]
     return bool(came) and records[me.name]["checkpoint"] > min(came)
 
 
