@@ -11,6 +11,8 @@ from torch.nn import functional
 import poptorch
 from popengine.compile.capture import capture
 from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.functional import functionalize_graph
+from popengine.compile.recording.graph_recorder import is_write
 from popengine.errors import CaptureError
 from small_models import module
 
@@ -135,3 +137,25 @@ def test_a_chosen_loss_is_a_scalar():
     model = module(forward, weight=nn.Parameter(torch.ones(2)))
     with pytest.raises(CaptureError, match=r"the loss at here has shape \(2,\)"):
         capture(model, lambda inputs: [model(*inputs)], [torch.ones(2)], training=True)
+
+
+@pytest.mark.parametrize(
+    "forward, runs",
+    [
+        (lambda x: functional.dropout(x, 0.5), 0),
+        (lambda x: (x * 2).add_(1).relu_(), 0),
+        (lambda x: (lambda y: (y.add_(1), y.detach())[1])(x * 2), 0),  # another name
+        (lambda x: (lambda y: (y[0].add_(1), y)[1])(x * 2), 1),  # through a view
+        (lambda x: (lambda y: (y[0], y.add_(1))[0])(x * 2), 1),  # a view made before
+        (lambda x: torch.empty(3).normal_() + x, 1),  # has no other form in torch
+    ],
+)
+def test_a_write_costs_a_second_run_only_if_a_view_is_in_the_way(forward, runs, monkeypatch):
+    functionalized = []
+    monkeypatch.setattr(
+        "popengine.compile.recording.functional.functionalize_graph",
+        lambda *given, whole=functionalize_graph: (functionalized.append(given), whole(*given))[1],
+    )
+    graph = forward_of(forward, torch.ones(2, 3))
+    assert not any(map(is_write, calls(graph)))
+    assert len(functionalized) == runs

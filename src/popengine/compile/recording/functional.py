@@ -30,6 +30,7 @@ from .graph_recorder import (
     storage_of,
     written_arguments,
 )
+from .writes import replace_writes
 
 logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
@@ -225,7 +226,7 @@ def make_functional_graph(
     recorder.graph.output(tuple(node for _, _, node in results))
     kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     fresh = recorder.fresh
-    if any(map(is_write, recorder.graph.nodes)):
+    if any(map(is_write, recorder.graph.nodes)) and not replace_writes(recorder):
         recorder = functionalize_graph(recorder.graph, recorder.constants)
     graph, constants, written = recorder.graph, recorder.constants, recorder.written
     output: Any = graph.output_node()

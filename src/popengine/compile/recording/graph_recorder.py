@@ -195,8 +195,8 @@ class GraphRecorder(TorchDispatchMode):
             return out  # a device, a size: known while tracing
         if isinstance(out, Tensor) and _has_default_dtype(func) and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": out.dtype}  # `torch.set_default_dtype` may change the default
-        as_nodes = map_leaves(
-            lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        as_nodes = fx.node.map_aggregate(
+            (args, kwargs), lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf
         )
         name = f"{meta['scope']}_{func.overloadpacket.__name__}" if meta.get("scope") else None
         node = self.graph.create_node("call_function", func, *as_nodes, name=name)
@@ -298,7 +298,7 @@ class CaptureRecorder(GraphRecorder):
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None and device.type not in ("cpu", "meta"):
             raise RuntimeError(f"{func} makes a tensor on {device.type}")  # `torch_errors` explains it
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        operands = _tensors_of(args, kwargs)
         has_real = not all(isinstance(value, FakeTensor) for value in operands)
         if has_real and any(value.layout is not torch.strided for value in operands):
             if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
@@ -392,6 +392,12 @@ class CaptureRecorder(GraphRecorder):
             written = written_arguments(target, node.args, node.kwargs)
             memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
+
+
+def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of an operation, which are values or lists of values."""
+    lists = (each if isinstance(each, list | tuple) else (each,) for each in (*args, *kwargs.values()))
+    return [value for values in lists for value in values if isinstance(value, Tensor)]
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
