@@ -4,6 +4,7 @@ Python imports this module at its start, if its folder is on PYTHONPATH. PANDO_R
 their suffixes: `.test` has the name of the test that runs, and `.txt` gets a line for each function that it calls.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,7 +22,12 @@ def trace(frame, event, argument):
             or "/src/ipujob" in code.co_filename
             or "/src/light" in code.co_filename
         ):
-            with open(f"{RECORD}.test") as test, open(f"{RECORD}.txt", "a") as file:
+            # OSError: a test of a full disk is running.
+            with (
+                contextlib.suppress(OSError),
+                open(f"{RECORD}.test") as test,
+                open(f"{RECORD}.txt", "a") as file,
+            ):
                 file.write(f"{code.co_filename}:{code.co_firstlineno}\t{test.read()}\n")
 
 
