@@ -24,12 +24,10 @@ def main() -> None:
     try:
         os.execvp(program[0], program)
     except OSError as error:
-        start = f"python3 {program[0] if program[0].endswith('.py') else 'train.py'}"
-        print(
-            f"poprun: {program[0]} can't be started: {error.strerror}\n"
-            f"  fix: name a program that is on PATH, such as: poprun --num-replicas 2 --num-instances 2 {start}",
-            file=sys.stderr,
-        )
+        fix = "name a program that is on PATH, such as: poprun --num-replicas 2 --num-instances 2 python3 train.py"
+        if program[0].endswith(".py"):
+            fix = f"a file of Python is run by Python: poprun ... python3 {' '.join(program)}"
+        print(f"poprun: {program[0]} can't be started: {error.strerror}\n  fix: {fix}", file=sys.stderr)
         sys.exit(127)
 
 

@@ -111,7 +111,7 @@ def test_a_program_that_is_not_there_is_named(poprun):
     assert "no-such-program can't be started: No such file or directory" in run.said()
     run = poprun("mine.py")
     assert run.wait() == 127
-    assert "python3 mine.py" in run.said()
+    assert "poprun ... python3 mine.py" in run.said()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -124,7 +124,7 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
                 f"  block {visit.name!r}, opened at {visit.where}, asks for ipu {ipu}; ipu {before} is from {where}\n"
-                f"  fix: name the ipu once: poptorch.Stage({visit.name!r}).ipu({before})"
+                f"  fix: name the ipu once: poptorch.Stage({visit.name!r}).ipu({before}); or give the blocks two names"
             )
     return {number: ipu_of.get(number, number) for number in numbers}
 

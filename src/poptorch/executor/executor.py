@@ -380,6 +380,7 @@ class PoplarExecutor:
     def __repr__(self) -> str:
         return module_repr(self._wrapped.user)
 
+    @without_internal_frames
     def __reduce__(self) -> Any:
         """Pickle an executor as its model, options and optimizer. Raises Error if it is compiled."""
         if self.isCompiled():

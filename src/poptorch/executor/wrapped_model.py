@@ -24,6 +24,7 @@ from ..compiling.arguments import weights_of
 from ..nested_values import tensors_of
 from ..options import Options
 from ..options.freeze_options import resolve_options
+from ..options.option_base import OptionsDict
 
 if TYPE_CHECKING:
     from .loaded_plans import LoadedPlans
@@ -73,6 +74,8 @@ class WrappedModel:
 
 def checked_options(options: Any, fix: str) -> Options:
     """Return the options that a user passes. Raises Error for another type."""
+    if isinstance(options, OptionsDict) and not isinstance(options, Options):
+        fix = "options = poptorch.Options(), and then options.Training.gradientAccumulation(4): this returns Training"
     if not isinstance(options, Options):
         raise Error(f"Invalid type: 'options' is {type(options)}, expected {Options}\n  fix: {fix}")
     return options

@@ -80,6 +80,10 @@ _HINTS = {
         "the arguments have different numbers of rows in a micro-batch",
         "pass as many rows of each, such as a label for each image",
     ),
+    "same reduction dim|shapes cannot be multiplied": (
+        "the last dimension of an argument is not the number of features that the layer takes",
+        "such as `images.flatten(1)` for images that are rows of a linear layer",
+    ),
     "": (  # all others
         "torch refuses this operation on tensors of such shapes and types",
         "compare the shapes and types that forward was given with those that this line takes; `model(*micro_batch)` in"
