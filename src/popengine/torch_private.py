@@ -56,6 +56,8 @@ from torch.utils._pytree import (  # 1.8: nested lists, tuples and dicts
 # The errors that torch raises if an operation reads a fake tensor's values.
 VALUE_READS = (DataDependentOutputException, DynamicOutputShapeException)
 TENSOR_FUNCTIONS: Any = torch._C._VariableFunctions  # old: the kernels of torch.add and other functions # pyright: ignore
+PACK_SEQUENCE = TENSOR_FUNCTIONS._pack_padded_sequence  # old: of torch.nn.utils.rnn.pack_padded_sequence
+UNPACK_SEQUENCE = TENSOR_FUNCTIONS._pad_packed_sequence  # old
 LAYER_FUNCTIONS: Any = torch._C._nn  # old: the kernels of torch.nn.functional # pyright: ignore
 
 # 2.1: returns the number of references to the storage with an address

@@ -18,7 +18,14 @@ from torch.overrides import TorchFunctionMode
 from popengine.compile.recording.current_capture import current, is_traced, recording_paused
 from popengine.compile.recording.user_code import user_line
 from popengine.errors import CaptureError
-from popengine.torch_private import BatchNorm, DisableTorchFunction, detect_is_causal_mask, value_checks_off
+from popengine.torch_private import (
+    PACK_SEQUENCE,
+    UNPACK_SEQUENCE,
+    BatchNorm,
+    DisableTorchFunction,
+    detect_is_causal_mask,
+    value_checks_off,
+)
 
 from ..ops.ctc import ctc_loss
 
@@ -140,6 +147,32 @@ def _to_list(tensor: Tensor) -> Any:
         return Tensor.tolist(value)
 
 
+def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the steps of padded sequences, one after another, and the number of sequences in each."""
+    if (known := _value_of(lengths)) is None:
+        raise CaptureError(
+            f"{user_line()}: a sequence is packed by lengths that are only known in a call\n"
+            "  why: the sizes of packed sequences depend on them, and a compiled model has fixed shapes\n"
+            "  fix: compute on the padded sequences, with a mask; or use lengths that are constants of the model"
+        )
+    with recording_paused():
+        mask = torch.arange(int(known.max()))[:, None] < known
+        sizes, (steps, sequences) = mask.sum(1), mask.nonzero().unbind(1)
+    return (input[sequences, steps] if batch_first else input[steps, sequences]), sizes
+
+
+def _unpack_sequence(
+    data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """Return padded sequences and their lengths, of what `_pack_sequence` returns; `total`: steps, if positive."""
+    with recording_paused():
+        mask = torch.arange(int(sizes[0])) < sizes[:, None]
+        lengths, places = mask.sum(0), mask.nonzero().unbind(1)
+    steps = max(total, len(sizes))
+    padded = data.new_full((steps, int(sizes[0]), *data.shape[1:]), padding).index_put(places, data)
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return the bincount of `input`, if it is traced with exactly `minlength` elements, since a graph needs
     fixed shapes. Then a larger value raises an error in a call."""
@@ -192,6 +225,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     Tensor.__array__: _to_array,
     Tensor.tolist: _to_list,
     Tensor.backward: _refuse_backward,
+    PACK_SEQUENCE: _pack_sequence,
+    UNPACK_SEQUENCE: _unpack_sequence,
     Tensor.bincount: _bincount,
     torch.bincount: _bincount,
     **{product: partial(_with_sparse_constant, product) for product in _PRODUCTS},

@@ -98,6 +98,44 @@ def test_backward_inside_forward_is_refused():
         poptorch.inferenceModel(forward)(torch.ones(2))
 
 
+@pytest.mark.parametrize("lengths", [[5, 3, 3], [2, 5, 1]])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packed_sequences_with_constant_lengths_train(lengths, layer, batch_first):
+    def forward(self, x):
+        x = x if batch_first else x.transpose(0, 1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, torch.tensor(lengths), batch_first, enforce_sorted=False
+        )
+        found, steps = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first, -1.0, 6)
+        found = found if batch_first else found.transpose(0, 1)
+        return found, steps, poptorch.identity_loss(found.square().mean(), "none")
+
+    torch.manual_seed(0)
+    model = module(forward, layer=layer(4, 4, batch_first=batch_first))
+    plain, x = copy.deepcopy(model), torch.randn(3, 5, 4)
+    found, steps, loss = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(
+        x
+    )
+    expected, its_steps, its_loss = plain(x)
+    its_loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close((found, loss), (expected.detach(), its_loss.detach()))
+    assert steps.tolist() == its_steps.tolist()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_packing_by_lengths_of_the_batch_is_an_error():
+    def pack(x, lengths):
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, True).data
+
+    with pytest.raises(
+        poptorch.Error, match=r"test_traced_functions.py:\d+: a sequence is packed by lengths"
+    ):
+        poptorch.inferenceModel(pack)(torch.ones(2, 3, 4), torch.tensor([3, 2]))
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d])
 def test_batch_norm_without_momentum_averages_over_all_micro_batches(kind):
     torch.manual_seed(0)
