@@ -78,6 +78,12 @@ def storage_id(value: Tensor) -> int:
     return value.untyped_storage()._cdata  # old
 
 
+def spanned_elements(value: Tensor) -> int:
+    """Return the number of elements of memory from a tensor's first element to its last one; 0 without elements."""
+    last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+    return int(last) + 1 if value.numel() else 0
+
+
 def is_aligned(value: Tensor) -> bool:
     """Return whether a tensor begins at a multiple of `ALIGNMENT` bytes, or is not on the CPU."""
     return not value.is_cpu or value.data_ptr() % ALIGNMENT == 0

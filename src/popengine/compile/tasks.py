@@ -27,12 +27,10 @@ class _TableWriter:
         self.partition, self.pieces, self.settings = partition, partition.pieces, settings
         signature = partition.signature
         self.inputs, self.fixed = signature.inputs, signature.constant_slots
-        gradients = {result.key for result in signature.results if result.kind == "gradient"}
+        weights, trained = signature.parameters_and_buffers, {*signature.trained}
         # By slot name of each trained weight: its canonical name.
-        weights = [slot for slot in signature.slots if slot.role in ("parameter", "buffer")]
-        parameters = (slot for slot in weights if slot.role == "parameter")
-        self.trained = {slot.name: slot.key for slot in parameters if slot.key in gradients}
-        self.buffers = {slot.key: slot.name for slot in signature.slots if slot.role == "buffer"}
+        self.trained = {slot.name: slot.key for slot in weights if slot.key in trained}
+        self.buffers = {slot.key: slot.name for slot in weights if slot.role == "buffer"}
         self.results = [  # kind, name, and the key that instructions have: see `Instruction`
             (r.kind, r.name, r.key if r.kind in ("gradient", "buffer") else str(position))
             for position, r in enumerate(signature.results)

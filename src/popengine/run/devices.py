@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import Error, UnrecoverableError
 from ..settings import DeviceKind
-from ..torch_private import ALIGNMENT, is_aligned
+from ..torch_private import ALIGNMENT, is_aligned, spanned_elements
 
 CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
@@ -209,8 +209,7 @@ def memory_and_layout(value: Tensor) -> tuple[Tensor, Layout]:
     """Return the memory that a value spans, as it lies, and the layout of a copy with equal strides and the value's
     offset from a multiple of 64 bytes: `torch.empty(offset + len(memory)).as_strided(*layout)`."""
     value = value.resolve_conj().resolve_neg()
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    memory = value.as_strided((last + 1 if value.numel() else 0,), (1,))
+    memory = value.as_strided((spanned_elements(value),), (1,))
     return memory, (value.shape, value.stride(), value.data_ptr() % ALIGNMENT // value.itemsize)
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..errors import Error
 from ..ir import Plan, Slot
+from ..operations import with_strides
 from ..places import copies_at
 from ..settings import Place, Settings
-from ..torch_private import DisableTorchFunctionSubclass
+from ..torch_private import DisableTorchFunctionSubclass, spanned_elements
 from . import devices
 from .devices import with_aligned_start
 from .train_state import TrainState, move_to, write
@@ -233,7 +234,11 @@ class State:
 
     def _check_shared_memory(self, present: Mapping[str, Tensor]) -> None:
         """Raise Error if two weights overlap in memory, and calls change one of them."""
-        spans = sorted((*_span(value), key) for key, value in present.items() if not value.is_meta)
+        spans = sorted(
+            (value.data_ptr(), value.data_ptr() + spanned_elements(value) * value.element_size(), key)
+            for key, value in present.items()
+            if not value.is_meta
+        )
         before: list[tuple[int, int, str]] = []
         for begin, end, key in spans:
             before = [span for span in before if span[1] > begin]
@@ -277,9 +282,7 @@ class State:
         dense = torch.empty_like(value, device="meta").stride()  # without gaps, else as they are
         strides = self._strides.setdefault(slot.key, dense)
         if is_overlapping and not value.is_inference():  # torch refuses to write to it
-            value.data = torch.empty_strided(
-                value.shape, dense, dtype=value.dtype, device=value.device
-            ).copy_(value)
+            value.data = with_strides(value.detach(), dense)
         if slot.name not in self._copies and value.device != self.device:
             move_to(slot.key, value, self._copy_here(slot.key, value.detach(), strides))
         self._bound[slot.key] = value, value.shape, value.stride(), value.dtype
@@ -288,8 +291,7 @@ class State:
         if slot.name in self._copies:
             plain = self._copy_here(slot.key, plain, strides)
         elif value.stride() != strides:
-            like = {"dtype": value.dtype, "device": value.device}
-            plain = torch.empty_strided(value.shape, strides, **like).copy_(plain)
+            plain = self._copy_here(f"{slot.key} in the plan's strides", plain, strides)
             if slot.name in self._changed:
                 self._copied[slot.key] = value, plain
         self._plain[slot.key] = plain
@@ -387,10 +389,3 @@ class State:
                 if slot.role == "loss_scale":
                     self.values[0][slot.name].fill_(scale)  # which all replicas share
             self._loss_scale = scale
-
-
-def _span(value: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte that a tensor spans, and of the byte behind the last one."""
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    begin = value.data_ptr()
-    return begin, begin + (last + 1) * value.element_size() if value.numel() else begin

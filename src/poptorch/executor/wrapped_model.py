@@ -175,9 +175,6 @@ class _MethodOfExecutor:
         executor = self.owner()
         return self._without_owner if executor is None else getattr(executor, self._name)()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> Any:
         return type(None), ()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import CaptureError
 from ...ir import Graph
-from ...torch_private import DisableTorchFunction, FakeTensor, storage_id
+from ...torch_private import DisableTorchFunction, FakeTensor, spanned_elements, storage_id
 from .graph_recorder import empty_like
 from .user_code import user_line
 
@@ -305,9 +305,8 @@ def _storage_id(value: Tensor) -> int:
 def _byte_range(value: Tensor) -> tuple[int, int]:
     """Return the range of bytes [begin, end) of its storage that a tensor spans."""
     with DisableTorchFunction():
-        last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
-        first, size = value.storage_offset(), value.element_size()
-    return int(first * size), int((first + last + 1) * size)
+        first, size = int(value.storage_offset()), value.element_size()
+        return first * size, (first + spanned_elements(value)) * size
 
 
 def _has_overlap(one: Tensor, other: Tensor) -> bool:
