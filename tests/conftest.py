@@ -1,5 +1,6 @@
 """What holds for all tests: signals, threads, and the budget of `make test` (budget.py)."""
 
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
+    """Leave modules that are imported out of collections of garbage: they took a quarter of this time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
