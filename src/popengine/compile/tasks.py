@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import prod
 from typing import Any
 
 from ..ir import After, Instruction, InstructionKind, Key, Partition, Piece, Plan, Slot, Task, TaskKind
 from ..schedules import bounds_of_rows
 from ..settings import Place, Settings
+from .partition import BUCKET
 
 
 def make_plan(partition: Partition, settings: Settings) -> Plan:
@@ -28,6 +30,11 @@ class _TableWriter:
         signature = partition.signature
         self.inputs, self.fixed = signature.inputs, signature.constant_slots
         weights, trained = signature.parameters_and_buffers, {*signature.trained}
+        self.large_gradients = {
+            result.name
+            for result in signature.results
+            if result.kind == "gradient" and prod(result.shape) * result.dtype.itemsize >= BUCKET
+        }
         # By slot name of each trained weight: its canonical name.
         self.trained = {slot.name: slot.key for slot in weights if slot.key in trained}
         self.buffers = {slot.key: slot.name for slot in weights if slot.role == "buffer"}
@@ -75,9 +82,10 @@ class _TableWriter:
         self.weights: dict[tuple[str, Place], int] = {}
         self.writer: dict[tuple[str, Place], int] = {}
         self.users: dict[tuple[str, Place], set[int]] = {}
-        # By piece: how it receives values of other ipus, and the rows that send values which it reads first.
+        # By piece: how it receives values of other ipus, and the rows that send values which it reads first, each with
+        # whether the piece only adds them to large gradients.
         self.receives: dict[int, list[Instruction]] = {}
-        self.messages: dict[int, list[int]] = {}
+        self.messages: dict[int, list[tuple[int, bool]]] = {}
 
     def write(self) -> Plan:
         """Write all rows of the table, and return its plan. May be called once."""
@@ -189,11 +197,13 @@ class _TableWriter:
                 continue
             written = (name for name in piece.writes if name in self.partition.makers)
             firsts = {n: self.first_reader[n, place] for n in written if (n, place) in self.first_reader}
-            if firsts:
-                first = min(firsts.values())
-                ipu = self.partition.ipus[self.pieces[first].stage]
-                send = self._append_send(task, tuple(firsts), ipu, channel, [self.row_of[number]])
-                self.messages.setdefault(first, []).append(send)
+            for is_added in (False, True):
+                names = tuple(n for n, first in firsts.items() if self._is_only_added(n, first) == is_added)
+                if names:
+                    first = min(firsts[name] for name in names)
+                    ipu, what = self.partition.ipus[self.pieces[first].stage], channel + " terms" * is_added
+                    send = self._append_send(task, names, ipu, what, [self.row_of[number]])
+                    self.messages.setdefault(first, []).append((send, is_added))
             if kept := self._kept_buffers(piece, place):
                 slots = [self.buffers[key] for _, key in kept]
                 here = [ipu for ipu in self.state if self.place[ipu] == place]
@@ -214,6 +224,12 @@ class _TableWriter:
                 after = After(received), After(len(self.rows), 1)
                 row = replace(task, kind="sum", ipu=ipu, after=after, instructions=(added,), frees=())
                 self.rows_of_sums.append(self._append(row, added.names))
+
+    def _is_only_added(self, name: str, reader: int) -> bool:
+        """Return whether a piece adds a value to large gradients, and does nothing else with it: a term of the gradient
+        of a weight that several stages share."""
+        lines = (line.name for line in self.pieces[reader].lines if name in line.operands())
+        return self.large_gradients.issuperset(names := [*lines]) and bool(names)
 
     def _add_bounds(self) -> None:
         """Add the bounds of the order to the rows. A bound over places is a message without values."""
@@ -256,8 +272,11 @@ class _TableWriter:
         if piece.gather_group_size:  # and does nothing else: see `cut_pieces`
             kind = "gather"
         task = Task(kind, ipu, piece.stage, piece.phase, piece=number)
-        for send in self.messages.get(number, ()):
-            self._append_receive(send, task)
+        messages = self.messages.get(number, ())
+        row = self.row_of[number] = len(self.rows) + len(messages)
+        for send, is_added in messages:
+            # Terms of a large gradient come one micro-batch after another: each has the memory of a weight.
+            self._append_receive(send, task, after=[After(row, 1)] if is_added else ())
         flowing = [name for name in piece.reads if partition.is_of_micro_batch(name, number)]
         makers = [partition.makers[name] for name in flowing if name in partition.makers]
         makers_rows = {self.source[name, here] for name in flowing if name in partition.makers}
@@ -266,7 +285,6 @@ class _TableWriter:
         makers_rows |= {self.weights[name] for name in read & self.weights.keys()}
         group = max(1, piece.gather_group_size, *(self.pieces[maker].gather_group_size for maker in makers))
         after = [After(row, 0, group) for row in sorted(makers_rows)]
-        row = self.row_of[number] = len(self.rows)
         # The order of operations other than torch's, such as prints, is observable.
         is_silent = all(call.startswith(("aten.", "prims.")) for call in piece.calls)
         if self.settings.finite_checks or not is_silent:

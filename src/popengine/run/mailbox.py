@@ -18,6 +18,7 @@ from .instances.process_group import ProcessGroup
 
 MessageKey = tuple[str, int, int]  # the channel, the index (micro-batch) of the row that sends, the replica
 _WHAT = "values of another ipu"  # the purpose of waits, for warnings
+_FIRST_TAG = 1000  # above those of `Tag`
 
 
 class Arrivals:
@@ -65,16 +66,20 @@ class ProcessMailbox:
         self._group, self._ranks = group, settings.counts.processes_of_replica()
         self._norms = AllReduce(group, Tag.NORMS)
         self._results = AllReduce(group, Tag.RESULTS, self._ranks)
-        # By peer, the number of messages that it sends to this place in a step.
+        # By peer, the number of messages that it sends to this place in a step, and that come at any time. The others
+        # stay in the peer's memory until a row of an earlier micro-batch has ended. By channel: (peer, first tag).
         self._expected: dict[int, int] = defaultdict(int)
+        self._awaited: dict[str, tuple[int, int]] = {}
         names = 0
         for row, task in enumerate(plan.tasks):
             if task.kind == "receive":
-                names = max(names, len(task.instructions[0].names))
-                if not plan.is_elsewhere(row, Place(settings.counts.part)):
-                    peer = self._ranks[plan.places[task.instructions[0].peer].process]
-                    once = 1 if task.once else settings.counts.replicas
-                    self._expected[peer] += once * (plan.micro_batches if task.index == "micro_batch" else 1)
+                message = task.instructions[0]
+                names = max(names, len(message.names))
+                peer = self._ranks[plan.places[message.peer].process]
+                if any(edge.behind for edge in task.after):
+                    self._awaited[message.channel] = peer, _FIRST_TAG + row * plan.micro_batches
+                elif not plan.is_elsewhere(row, Place(settings.counts.part)):
+                    self._expected[peer] += plan.micro_batches if task.index == "micro_batch" else 1
         self._header_size = 256 + 384 * names  # bytes
         self._lock = threading.Lock()  # keeps the parts of a message together
         # Messages of this step, each with the memory that is sent; None ends the thread that frees it.
@@ -90,7 +95,7 @@ class ProcessMailbox:
         self._sender = TorchThread(self._await_sends, self._sending, self._failures)
         self._sender.start()
         for peer, count in self._expected.items():
-            TorchThread(self._receive_messages, self.arrivals, peer, count).start()
+            TorchThread(self._receive_messages, self.arrivals, peer, Tag.PLACES, count).start()
 
     def send(self, place: Place, key: MessageKey, values: Sequence[Tensor]) -> None:
         """Start to send a header, and the memory of each value. The receiver gets equal strides, and the same offset
@@ -103,9 +108,15 @@ class ProcessMailbox:
         text = json.dumps([key, forms]).encode().ljust(self._header_size)
         assert len(text) == self._header_size
         header, peer = torch.frombuffer(bytearray(text), dtype=torch.uint8), self._ranks[place.process]
+        tag = self._tag_of(key)
         with self._lock:
             for memory in (header, *memories):
-                self._sending.put((self._group.send(memory, peer, Tag.PLACES), memory))
+                self._sending.put((self._group.send(memory, peer, tag), memory))
+
+    def _tag_of(self, key: MessageKey) -> int:
+        """Return the tag of a message: one of its own, if its receiver chooses the time."""
+        channel, index, _ = key
+        return self._awaited[channel][1] + index if channel in self._awaited else Tag.PLACES
 
     def _await_sends(
         self, sending: SimpleQueue[tuple[Message, Tensor] | None], failures: list[BaseException]
@@ -118,12 +129,12 @@ class ProcessMailbox:
         except BaseException as error:  # whatever it is, `_finish_sends` raises it
             failures.append(error)
 
-    def _receive_messages(self, arrivals: Arrivals, peer: int, count: int) -> None:
-        """Receive so many messages of a peer: the function of a thread."""
+    def _receive_messages(self, arrivals: Arrivals, peer: int, tag: int, count: int) -> None:
+        """Receive so many messages of a peer with a tag: the function of a thread."""
         try:
             for _ in range(count):
                 header = torch.empty(self._header_size, dtype=torch.uint8)
-                self._group.wait([self._group.receive(header, peer, Tag.PLACES)], _WHAT)
+                self._group.wait([self._group.receive(header, peer, tag)], _WHAT)
                 key, forms = json.loads(header.numpy().tobytes())
                 values, begun = list[Tensor](), list[Message]()
                 for dtype, shape, stride, start, size in forms:
@@ -131,7 +142,7 @@ class ProcessMailbox:
                     values.append(memory.as_strided(shape, stride, start))
                     if size:
                         rows = memory[start:].view(torch.uint8)
-                        begun.append(self._group.receive(rows, peer, Tag.PLACES))
+                        begun.append(self._group.receive(rows, peer, tag))
                 self._group.wait(begun, _WHAT)
                 arrivals.add(tuple(key), values)
         except BaseException as error:  # whatever it is, the receives raise it
@@ -139,7 +150,10 @@ class ProcessMailbox:
 
     def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
         """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
-        all can, and `take` raises the error."""
+        all can, and `take` raises the error. Called once for a message: start to receive it, if it waits for that."""
+        if key[0] in self._awaited:
+            peer, _ = self._awaited[key[0]]
+            TorchThread(self._receive_messages, self.arrivals, peer, self._tag_of(key), 1).start()
         return self.arrivals.has(key, wake)
 
     def take(self, key: MessageKey) -> Sequence[Tensor]:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -297,3 +298,18 @@ def test_a_fast_first_place_does_not_run_ahead_of_the_last_one():
     assert found[0].phase == "F"
     assert {plan.tasks[edge.row].kind for edge in bounds} & {"receive", "backward"}
     assert max(edge.behind for edge in bounds) == 4
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_terms_of_a_large_gradient_come_one_micro_batch_after_another(order, monkeypatch):
+    """The first stage of a tied model held a gradient of the head, as large as the embedding, for each micro-batch in
+    flight."""
+    monkeypatch.setattr("popengine.compile.tasks.BUCKET", 1)
+    make = partial(made, ("skip", "tied"), order=order)
+    plan, _ = at_places(*make()[:2], FOUR)
+    terms = [task for task in plan.tasks if "terms" in str(task.instructions) and task.kind == "receive"]
+    waits = [plan.tasks[edge.row] for edge in terms[0].after if edge.behind == 1]
+    assert len(terms) == 1 and {*terms[0].instructions[0].names} <= {
+        *plan.partition.pieces[waits[0].piece].reads
+    }
+    assert differing(make, FOUR, held=3) == []
