@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "bert"))
+sys.path.extend(str(Path(__file__).parents[1] / name) for name in ("", "bert", "large"))
 import parts
 import ways  # pyright: ignore[reportMissingImports]
 from comparison import calm, disagreement, free_port  # pyright: ignore[reportMissingImports]
@@ -21,9 +21,10 @@ RIVAL = "torch.distributed.pipelining, 2 processes"
 
 
 def memory_table(layers: int) -> str:
-    """The largest process's peak, for one process and for four, as a table."""
+    """The largest process's peak, for one process and for four, as a table. `layers`: see `parts.memory`"""
     rows, whole = [], None
-    for processes, on_meta in ((1, False), (2, True), (4, False), (4, True)):
+    cases = ((1, False), (2, True), (4, False), (4, True)) if layers else ((1, False), (4, False))
+    for processes, on_meta in cases:
         work = partial(parts.memory, port=free_port(), processes=processes, layers=layers, on_meta=on_meta)
         # The processes meet, so each worker runs one of the tasks.
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, default=16, help="of the stack, whose memory is measured; 0: none"
     )
+    parser.add_argument("--gpt2", action="store_true", help="measure the memory of GPT-2 small, too")
     parser.add_argument("--rounds", type=int, default=9, help="of BERT; 0: none")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[8, 32], help="of BERT's updates")
     parser.add_argument("--patience", type=int, default=1, help="times the rounds, at most, for calm ones")
@@ -76,6 +78,9 @@ def main() -> None:
         size = args.layers * parts.WIDTH**2 * 4 / 1e6
         print(f"{args.layers} layers, {size:.0f} MB of weights, AdamW: the largest process, over its start\n")
         print(f"{memory_table(args.layers)}\n", flush=True)
+    if args.gpt2:
+        print("GPT-2 small, AdamW: the largest process, over its start\n")
+        print(f"{memory_table(0)}\n", flush=True)
     if args.rounds:
         from bert import TASK  # pyright: ignore[reportMissingImports]
 

@@ -73,22 +73,38 @@ class Stack(nn.Module):
         return nn.functional.mse_loss(x, target)
 
 
+def gpt2() -> nn.Module:
+    """GPT-2 small on four ipus: the embeddings, which the head shares, and three layers; then three layers each."""
+    from tasks import GPT2  # pyright: ignore[reportMissingImports]
+
+    import poptorch
+
+    model = GPT2()
+    parts = model.model.transformer
+    for ipu, part in enumerate([parts.wte, *parts.h[3::3]]):
+        poptorch.BeginBlock(part, ipu_id=ipu)
+    return model
+
+
 def memory(rank: int, port: int, processes: int, layers: int, on_meta: bool) -> tuple[int, int, float]:
     """Bytes at the peak over those at the start, bytes of the optimizer's state here, and the loss, of a process that
-    trains its part of a stack of layers with AdamW."""
+    trains its part of a stack of `layers` layers (0: of GPT-2 small) with AdamW."""
     import torch._dynamo  # what a compilation loads
+    from tasks import words  # pyright: ignore[reportMissingImports]
 
     import poptorch
 
     options = options_of(rank, port, processes, 4).showCompilationProgressBar(False)
-    options.Training.gradientAccumulation(MICRO_BATCHES)
+    options.Training.gradientAccumulation(MICRO_BATCHES if layers else 8)
     torch.manual_seed(0)
     inputs = [torch.randn(MICRO_BATCHES * ROWS, WIDTH) for _ in range(2)]
+    inputs = inputs if layers else words(2 * 8, torch.Generator().manual_seed(1))
     start = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     with torch.device("meta" if on_meta else "cpu"):
-        model = Stack(4, layers)
+        model = Stack(4, layers) if layers else gpt2()
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = poptorch.trainingModel(poptorch.materialize(model), options, optimizer)
-    losses = [trainer(*inputs).item() for _ in range(CALLS)]
+    results = [trainer(*inputs) for _ in range(CALLS)]
+    losses = [(result if layers else result[-1]).item() for result in results]
     states = (value for state in optimizer.state.values() for value in state.values())
     return peak_memory() - start, sum(value.nbytes for value in states), losses[-1]

@@ -25,6 +25,7 @@ from ..settings import DeviceKind
 from ..torch_private import ALIGNMENT, is_aligned, spanned_elements
 
 CPU = torch.device("cpu")
+_LARGEST_OF_PART = 16_000_000  # bytes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 
 
@@ -49,14 +50,16 @@ def check_available(kind: DeviceKind, processes: int = 1) -> None:
 
 
 @functools.cache
-def keep_freed_memory() -> None:
+def keep_freed_memory(is_part: bool) -> None:
     """Make glibc keep up to 2 GB of freed memory, unless an environment variable sets its limits: the kernel clears
-    each page that the next micro-batch allocates again, a tenth of a step of ResNet-18."""
+    each page that the next micro-batch allocates again, a tenth of a step of ResNet-18. Where a process has a
+    part of a replica, for its memory, large blocks are given back: after a small block was allocated in one, it can't
+    hold the next gradient."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version") and not any(name in os.environ for name in names):
-        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            libc.mallopt(parameter, 2**31 - 1)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_PART if is_part else 2**31 - 1)
 
 
 def device_of(kind: DeviceKind) -> torch.device:

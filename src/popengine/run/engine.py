@@ -85,7 +85,7 @@ class Engine:
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
         peers = mail or self._group  # None: this process trains alone
-        devices.keep_freed_memory()
+        devices.keep_freed_memory(is_part=counts.parts > 1)
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
         states = [State(plan, settings, train_state, where, find_constants) for where in on_devices]
         self.state = states[0]  # of the first device
