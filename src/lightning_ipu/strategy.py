@@ -85,7 +85,7 @@ class StrategyPart:
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
         self._undo = ExitStack()
         self._updates = 0  # training steps of a batch, less the optimizer's steps
-        self._first_batch_rows: dict[int, int] = {}  # for prediction, by the loader's index
+        self._first_batch_rows: dict[tuple[int, ...], int] = {}  # for prediction, by (loader's index,)
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
 
@@ -226,9 +226,8 @@ class StrategyPart:
         rows = row_count_of(batch)
         if rows is None:
             return self._step(self._current_stage, batch, *args, **kwargs)
-        loader_index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         n = micro_batch_count(self.inference_opts, training=False)
-        whole = -(-max(rows, self._first_batch_rows.setdefault(loader_index, rows)) // n) * n
+        whole = -(-max(rows, self._first_batch_rows.setdefault(args[1:], rows)) // n) * n
         padded = resize_batch(batch, rows, whole)
         return resize_batch(self._step(self._current_stage, padded, *args, **kwargs), whole, rows)
 

@@ -141,9 +141,8 @@ def is_elsewhere(weight: Tensor) -> bool:
 def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
     """Put the user's weight `key` into another memory, on "meta" if it is `elsewhere`: then reads raise Error. The
     object stays the same."""
-    mark, writes = mark_of(weight), None
-    if mark is not None:
-        writes = mark.writes(weight)
+    mark = mark_of(weight)
+    writes = mark and mark.writes(weight)
     kind: Any = type(weight).kind if isinstance(weight, _Elsewhere) else type(weight)
     other = made_as(_class_elsewhere(kind, key) if elsewhere else kind, memory, weight.requires_grad)
     vars(other).update(vars(weight))

@@ -90,8 +90,7 @@ def random_module(model: nn.Module, batch: Any) -> str | None:
 
     python_state = random.getstate()
     with torch.random.fork_rng():
-        for seed in range(2):
-            torch.manual_seed(seed)
+        for _ in range(2):
             twin = copy.deepcopy(model)
             for name, module in twin.named_modules():
                 module.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
