@@ -1,17 +1,10 @@
-"""Loops of the field, right and with one fault each, that `compare` checks on two or four ranks.
-
-    python -m torch.distributed.run --standalone --nproc-per-node 2 loops.py RESULTS.json
-
-writes, for each loop of that number of ranks, what `compare` returned on each rank. A loop is right if its name is, and
-else `FAULTS` has words of its conclusion.
-"""
+"""Loops of the field, right and with one fault each, that `compare` checks on two or four ranks. A loop is right if
+`FAULTS` has no words of its conclusion."""
 
 import contextlib
 import copy
 import functools
 import io
-import json
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -548,7 +541,7 @@ def spoil_bias(model):
 first_rows = functools.partial(lambda batch: [value.chunk(2)[0] for value in batch])
 uneven_rows = functools.partial(lambda batch: [v[:10] if dist.get_rank() == 0 else v[10:] for v in batch])
 v_places = functools.partial(lambda rank: (rank, 3 - rank))
-LOOPS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], nn.Module], Any]] = {
+ON_TWO: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], nn.Module], Any]] = {
     "1F1B": (pipeline, {"keeps": False}, MLP, rows),
     "GPipe": (pipeline, {"kind": ScheduleGPipe}, MLP, rows),
     "interleaved": (interleaved, {}, functools.partial(MLP, 4), rows),
@@ -643,14 +636,15 @@ ON_FOUR = {
     ),
     "HSDP": (sharded, {"shape": (2, 2)}, MLP, rows),
 }
+LOOPS = {2: ON_TWO, 4: ON_FOUR}
 
 
-def main(path):
+def compare_all():
+    """Return, for each loop of this number of ranks: the comparison, as text, conclusion, rows and whether all is
+    equal, and what this rank printed."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=240))
     results = {}
-    for name, (update, arguments, make_model, make_batch) in (
-        LOOPS if dist.get_world_size() == 2 else ON_FOUR
-    ).items():
+    for name, (update, arguments, make_model, make_batch) in LOOPS[dist.get_world_size()].items():
         model, printed = make_model(), io.StringIO()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         function = functools.partial(update, **arguments)
@@ -658,19 +652,6 @@ def main(path):
             found = compare(
                 model, None, make_batch(), optimizer, update=function, micro_batches=MICRO_BATCHES
             )
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (str(found), printed.getvalue()))
-        results[name] = {
-            "conclusion": found.conclusion,
-            "equal": found.equal,
-            "rows": found.rows,
-            "printed": every,
-        }
-    if dist.get_rank() == 0:
-        with open(path, "w") as file:
-            json.dump(results, file)
+        results[name] = str(found), found.conclusion, found.rows, found.equal, printed.getvalue()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return results

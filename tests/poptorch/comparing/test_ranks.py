@@ -1,57 +1,41 @@
 """compare names the faults of loops on several ranks, and calls no right loop wrong (the loops are in `loops.py`)."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
+import loops
+import processes
 import pytest
-from loops import FAULTS, IN_BFLOAT16, LOOPS, ON_FOUR
-
-FOLDER = Path(__file__).parent
+from ports import free_port
 
 
-def launch(ranks, program, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*command, str(program), *arguments], capture_output=True, text=True, timeout=900)
+@pytest.fixture(scope="session", params=loops.LOOPS)
+def results(request):
+    """What `compare` returned for each loop, on each rank: as text, conclusion, rows, ...; and what it printed."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(request.param)}
+    environments = [{**where, "RANK": str(rank)} for rank in range(request.param)]
+    every = processes.finish(processes.start(loops.compare_all, environments))
+    assert not any(ended.error for ended in every), every
+    return [ended.value for ended in every]
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """What `compare` returned for each loop, from one launch of two ranks and one of four."""
-    found = {}
-    for ranks in (2, 4):
-        path = tmp_path_factory.mktemp("loops") / f"{ranks}.json"
-        done = launch(ranks, FOLDER / "loops.py", str(path))
-        assert done.returncode == 0, done.stderr[-3000:]
-        found |= json.loads(path.read_text())
-    return found
+@pytest.mark.kind("loops on several ranks")
+def test_right_loops_are_called_right_and_the_faults_of_others_are_named(results):
+    for name, (_, conclusion, _, is_equal, _) in results[0].items():
+        rounded = f"all equal up to rounding{' of bfloat16' * (name in loops.IN_BFLOAT16)}"
+        right = "all equal", rounded, f"{rounded.replace('all', 'all gradients are')}; the loss is "
+        is_named = conclusion.startswith(right) if is_equal else loops.FAULTS.get(name, "") in conclusion
+        assert is_equal is (name not in loops.FAULTS) and is_named, f"{name}: {conclusion}"
+    for (text, *same, printed), *others in zip(*(of_rank.values() for of_rank in results), strict=True):
+        assert printed == text + "\n" and all(other == (text, *same, "") for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS | ON_FOUR if name not in FAULTS])
-def test_a_right_loop_is_called_right(name, results):
-    rounded = f"all equal up to rounding{' of bfloat16' * (name in IN_BFLOAT16)}"
-    allowed = ("all equal", rounded, f"{rounded.replace('all', 'all gradients are')}; the loss is ")
-    assert results[name]["equal"] and results[name]["conclusion"].startswith(allowed)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name, results):
-    assert FAULTS[name] in results[name]["conclusion"]
-    assert not results[name]["equal"]
-
-
-def test_all_ranks_return_the_same_comparison_and_rank_0_prints_it(results):
-    for of_loop in results.values():
-        (text, printed), *others = of_loop["printed"]
-        assert printed == text + "\n" and others == [[text, ""]] * len(others)
-
-
+@pytest.mark.parametrize("results", [2], indirect=True)
 def test_the_table_shows_the_ranks_of_a_fault(results):
-    rows = {name: row for name, *row in results["pipeline stepped on one stage"]["rows"]}
+    rows = {name: row for name, *row in results[0]["pipeline stepped on one stage"][2]}
     assert rows["layers.0.0.weight"] == ["equal", "equal"]
     assert rows["last.weight"][0] == "equal" and rows["last.weight"][1].startswith("at [0, 0]: ")
-    gradient, _ = {name: row for name, *row in results["pipeline tied, not summed"]["rows"]}["embed.weight"]
+    gradient, _ = {name: row for name, *row in results[0]["pipeline tied, not summed"][2]}["embed.weight"]
     assert gradient.startswith("rank 0: at [0, 0]: ") and "; rank 1: at [0, 0]: " in gradient
 
 
@@ -103,7 +87,8 @@ def errors(tmp_path_factory):
     for loop in ("fails", "ends"):
         folder = tmp_path_factory.mktemp(loop)
         (folder / "program.py").write_text(FAILING.replace("{loop}", loop))
-        launch(2, folder / "program.py", str(folder))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*command, folder / "program.py", str(folder)], capture_output=True, timeout=900)
         found[loop] = [path.read_text().splitlines() for path in sorted(folder.glob("[01]"))]
     return found
 
