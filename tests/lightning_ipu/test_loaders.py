@@ -101,6 +101,17 @@ def test_predictions_are_those_of_the_cpu_row_by_row(make, devices):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
 
 
+class MicroBatchRows(Classifier):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return torch.full_like(self(batch[0]), len(batch[0]))
+
+
+def test_each_loader_of_a_prediction_has_micro_batches_of_its_own_size():
+    loaders = [loader(20, 8), loader(12)]
+    found = trainer(devices=2).predict(made(MicroBatchRows), loaders)
+    assert [torch.cat(each).unique().tolist() for each in found] == [[8.0], [4.0]]
+
+
 class Writer(BasePredictionWriter):
     def __init__(self):
         super().__init__("batch")

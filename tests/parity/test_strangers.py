@@ -233,7 +233,16 @@ def test_a_tensor_over_the_memory_of_two_weights_is_an_error_that_names_both():
         def output(self, x):
             return self.layer(x) * self.flat.norm()
 
+    class Nested(Net):
+        def remember(self):
+            self.register_buffer("row", self.layer.weight.data[0])
+            self.begin = [self.row[:2]]
+
+        def output(self, x):
+            return self.layer(x) * self.begin[0].sum()
+
     assert "shares its memory with layer.weight, other.weight" in refused(Flat)
+    assert "shares its memory with layer.weight, row" in refused(Nested)
 
 
 def test_weights_in_one_flat_memory_train_as_ever():

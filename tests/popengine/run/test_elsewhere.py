@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from popengine.errors import Error
-from popengine.run.elsewhere import swap_memory
+from popengine.run.elsewhere import Mark, mark_of, set_mark, swap_memory
 
 READS = {
     "item": lambda w: w[0, 0].item(),
@@ -60,9 +60,13 @@ def test_a_weight_of_another_process_has_attributes_and_takes_writes():
 def test_a_weight_gets_its_memory_back_in_the_same_object():
     norm = nn.BatchNorm1d(3)
     for key, value in {"weight": norm.weight, "mean": norm.running_mean}.items():
-        kind, before = type(value), value.detach().clone()
+        kind, before, mark = type(value), value.detach().clone(), Mark(0, value)
+        set_mark(value, mark)
+        with torch.no_grad():
+            value.mul_(1)
         swap_memory(key, value, value.detach().to("meta"), elsewhere=True)
         swap_memory(key, value, before)
         assert type(value) is kind and torch.equal(value, before) and value.is_leaf
+        assert mark_of(value) is mark and mark.writes(value) == 1
     assert norm.weight.requires_grad
     assert norm(torch.ones(2, 3)).shape == (2, 3)

@@ -364,11 +364,16 @@ def double(items):
 
 
 class Stream(IterableDataset):
+    """A stream of items, with a length that is not theirs, as where each worker reads a part."""
+
     def __init__(self, items):
         self.items = items
 
     def __iter__(self):
         return iter(self.items)
+
+    def __len__(self):
+        return 7
 
 
 @pytest.mark.parametrize("mode", ["Sync", "Async"])
@@ -404,13 +409,19 @@ def sampled(batches):
             ),
             [3.0] * 6,
         ),
+        (
+            lambda opts: poptorch.DataLoader(
+                opts, Stream(list(torch.ones(20))), batch_size=3, collate_fn=keep, drop_last=False
+            ),
+            [3.0] * 6 + [2.0],
+        ),
         (sampled(BatchSampler(range(11), 4, False)), [6.0, 22.0, 27.0]),
         (
             sampled([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13, 14, 15]]),
             [6.0, 22.0, 17.0, 21.0, 54.0],
         ),
     ],
-    ids=["stream", "batch sampler", "batches of several sizes"],
+    ids=["stream", "incomplete stream", "batch sampler", "batches of several sizes"],
 )
 def test_micro_batches_of_streams_and_batch_samplers_stay_apart(make, expected):
     executor = poptorch.inferenceModel(lambda x: x.sum(0, keepdim=True), options(deviceIterations=2))

@@ -257,18 +257,18 @@ def test_a_profile_of_several_devices_has_the_memory_of_all_ipus(monkeypatch, tm
             with poptorch.Block("first", ipu_id=0):
                 hidden = self.first(x)
             with poptorch.Block("last", ipu_id=1):
-                return nn.functional.linear(hidden, self.first.weight.T)
+                output = nn.functional.linear(hidden, self.first.weight.T)
+                return output, poptorch.identity_loss(output.square(), "mean")
 
     held = []
     with late_devices(monkeypatch, count=2):
         for device in (["cpu", "cuda"], "cpu"):
-            options = (
-                poptorch.Options().device(device).deviceIterations(2).enableProfiling(tmp_path / str(device))
-            )
-            predict = poptorch.inferenceModel(Tied().eval(), options)
-            predict(torch.ones(4, 4))
-            predict.detachFromDevice()
-            held.append(load(tmp_path / str(device) / "inference" / "profile.pop").memory)
+            options = poptorch.Options().device(device).enableProfiling(tmp_path / str(device))
+            options.Training.gradientAccumulation(4)
+            trainer = poptorch.trainingModel(Tied(), options)
+            trainer(torch.ones(4, 4))
+            trainer.detachFromDevice()
+            held.append(load(tmp_path / str(device) / "training" / "profile.pop").memory)
     assert held[0] == held[1] and [row.ipu for row in held[0]] == [0, 1]
     assert [row.weights for row in held[0]] == [4 * (4 * 6 + 6), 4 * 4 * 6]
 

@@ -121,6 +121,13 @@ def test_step_is_torchs_on_the_host(kind):
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+def test_rmsprop_of_tensorflow_begins_with_means_of_one():
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), 3.0)
+    optim.RMSprop([weight], lr=0.5, alpha=0.9, eps=0.2, use_tf_variant=True).step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([1 - 0.5 * 3 / math.sqrt(0.9 + 0.1 * 9 + 0.2)]))
+
+
 def test_lamb_steps_on_the_host():
     weight = torch.nn.Parameter(torch.full((4,), 2.0))
     optimizer = optim.LAMB([{"params": [weight], "max_weight_norm": None}], lr=0.1, eps=0.0)
