@@ -151,7 +151,8 @@ def describe(
     """
     if options is not None:
         wrapped_model.checked_options(options, "describe(model, options, batch)")
-    executor, temporary = model, None
+    executor: Any = model
+    temporary: PoplarExecutor | None = None
     if not isinstance(model, PoplarExecutor):
         model = _unwrap_module(model)
         executor = wrapped_model.executor_of(model) if training else None
