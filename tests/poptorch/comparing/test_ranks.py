@@ -71,11 +71,13 @@ def attempt(*arguments, **keywords):
 
 torch.manual_seed(0)
 net, rows = Net(4, 4), torch.randn(8, 4)
+attempt(net, None, rows, update={loop})  # first, as errors close the connections
+if {loop} is ends:
+    os._exit(0)
 attempt(net, rows, None, update=fails)
 attempt(net, None, rows, update=fails, micro_batches=2 + 2 * rank)
 attempt(net, None, rows, torch.optim.SGD(net.parameters(), lr=1.0 + rank), update=fails)
 attempt(torch.nn.Linear(4, 4), None, rows, update=fails)
-attempt(net, None, rows, update={loop})
 os._exit(0)  # the connections are closed
 """
 
@@ -94,7 +96,7 @@ def errors(tmp_path_factory):
 
 
 def test_a_rank_that_raises_is_an_error_on_all_ranks_with_its_line(errors):
-    first, second = (lines[-1] for lines in errors["fails"])
+    first, second = (lines[0] for lines in errors["fails"])
     assert first == second and first.startswith("compare: rank 1: ValueError: no rows |   at ")
     assert "program.py:16 | rank 0: RuntimeError: " in first
 
@@ -107,7 +109,7 @@ def test_a_rank_that_leaves_is_an_error_on_the_others(errors):
 
 
 def test_other_arguments_or_types_are_an_error_on_all_ranks(errors):
-    one, other = (lines[:4] for lines in errors["fails"])
+    one, other = (lines[1:] for lines in errors["fails"])
     assert one == other and len(one) == 4
     assert "ranks 0 and 1: options is of type Tensor, and must be a poptorch.Options or None" in one[0]
     assert "rank 1 passes another argument than rank 0: the number of micro-batches" in one[1]
