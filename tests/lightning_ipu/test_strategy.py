@@ -207,7 +207,10 @@ def test_the_wrapper_runs_the_step_of_the_trainers_flag(flag):
 
     flags = dict.fromkeys(["training", "validating", "sanity_checking", "testing", "predicting"], False)
     module = MagicMock(_trainer=MagicMock(**{**flags, flag: True}))
-    StepModule(module)("batch", 0)
+    wrapper = StepModule(module)
+    assert wrapper.eval() is wrapper
+    module.train.assert_called_once_with(False)
+    wrapper("batch", 0)
     steps = {"training": "training_step", "testing": "test_step", "predicting": "predict_step"}
     called = [
         name
