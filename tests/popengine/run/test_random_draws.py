@@ -61,4 +61,6 @@ def test_numbers_next_to_each_other_mix_to_unlike_ones():
     }
     assert len(found) == 1000
     assert hash_integers(1, 2) != hash_integers(2, 1)
+    # The first numbers of the published splitmix64, begun at 0 and at 1.
+    assert (hash_integers(0), hash_integers(1)) == (0xE220A8397B1DCDAF, 0x910A2DEC89025CC1)
     assert all(0 <= number < 2**64 for number in found)
