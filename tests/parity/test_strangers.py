@@ -251,10 +251,11 @@ def test_weights_in_one_flat_memory_train_as_ever():
             flat = torch.randn(2 * SIZE * SIZE)
             self.layer.weight.data = flat[: SIZE * SIZE].view(SIZE, SIZE)
             self.other.weight.data = flat[SIZE * SIZE :].view(SIZE, SIZE)
-            self.column = [self.other.weight.data[:, 1]]
+            # These views end where the next weight begins, and begin where the one before ends.
+            self.views = [self.layer.weight.data[-1], self.other.weight.data[:, 0]]
 
         def output(self, x):
-            return self.layer(x) * self.column[0]
+            return self.layer(x) * self.views[0] + self.views[1]
 
     assert_trains(Flat)
 
