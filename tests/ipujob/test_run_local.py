@@ -69,9 +69,12 @@ def test_a_text_of_ones_own_takes_the_commands_place(run):
     assert "1 of 1 instances failed: b-worker-0 exited with 3" in err
 
 
-def test_what_would_be_fetched_says_how_to_give_it(run):
-    code, _, err = run(job(container={"command": [*SH, f"git clone {URL}"]}))
+def test_what_would_be_fetched_says_how_to_give_it(run, repository):
+    given = job(container={"command": [*SH, f"git clone {URL} mine && ls mine"]})
+    code, _, err = run(given)
     assert code == 128 and f"fix: --clone {URL}=FOLDER" in err + _
+    code, out, _ = run(given, "--clone", f"{URL}={repository}")
+    assert code == 0 and out.endswith("\nnlp\n")
 
 
 def test_stand_ins_can_be_taken_away_and_git_does_the_rest(run):
