@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from ...errors import CaptureError
 from ...operations import with_strides
@@ -195,7 +196,7 @@ class GraphRecorder(TorchDispatchMode):
             return out  # a device, a size: known while tracing
         if isinstance(out, Tensor) and _has_default_dtype(func) and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": out.dtype}  # `torch.set_default_dtype` may change the default
-        as_nodes = fx.node.map_aggregate(
+        as_nodes = map_aggregate(
             (args, kwargs), lambda leaf: self.node_of(leaf) if isinstance(leaf, Tensor) else leaf
         )
         name = f"{meta['scope']}_{func.overloadpacket.__name__}" if meta.get("scope") else None

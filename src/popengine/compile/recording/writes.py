@@ -104,12 +104,13 @@ def _layout(node: fx.Node) -> Any:
 
 def _change_of(node: fx.Node) -> _Change | None:
     """Return what can take the place of an in-place operation: it returns tensors of the same strides and types."""
-    target = _functional(node.target)
-    written = written_arguments(node.target, node.args, node.kwargs)
+    in_place: Any = node.target
+    target = _functional(in_place)
+    written = written_arguments(in_place, node.args, node.kwargs)
     fakes = [operand.meta["val"] for operand in written if isinstance(operand, fx.Node)]
     if target is None or len(fakes) < len(written) or not all(isinstance(fake, FakeTensor) for fake in fakes):
         return None
-    arguments: Any = node.target._schema.arguments  # a call leaves out what has the default value
+    arguments = in_place._schema.arguments  # a call leaves out what has the default value
     args = (*node.args, *(a.default_value for a in arguments[len(node.args) :] if not a.kwarg_only))
 
     def fake_value(operand: fx.Node) -> Tensor:
