@@ -11,7 +11,6 @@ from small_models import module
 
 ON_TENSORS = [
     lambda t, other: t.add_(other if other.shape == t.shape else 1),
-    lambda t, other: t.mul_(0.5),
     lambda t, other: t.copy_(other) if other.shape == t.shape else t.zero_(),
     lambda t, other: t.clamp_(-1, 1),
     lambda t, other: t.masked_fill_(t.detach() > 1, 0.1),
@@ -21,13 +20,11 @@ ON_TENSORS = [
     lambda t, other: t.unbind(0)[0] if t.dim() else t,
     lambda t, other: t.detach(),
     lambda t, other: t.reshape(-1),
-    lambda t, other: t.tanh(),
     lambda t, other: torch.nn.functional.dropout(t, 0.0, inplace=True),
 ]
 ON_BUFFERS = [
     lambda s, t: s.seen.add_(1.5),
     lambda s, t: s.seen[0].add_(t.sum().detach()),
-    lambda s, t: s.seen * 2,
     lambda s, t: s.seen[1:3],
     lambda s, t: s.norm(t) if t.shape == (4, 4) else t,
 ]
