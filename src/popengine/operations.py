@@ -224,7 +224,7 @@ def _record_attention(
 def _record_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
-    """Call `native_dropout`, whose mask has a byte for an element; return None if torch's function is to be called."""
+    """Return the result of `native_dropout` (its mask has one byte per element), or None: torch's dropout must run."""
     return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 and not inplace else None
 
 

@@ -130,7 +130,7 @@ class ProcessMailbox:
             failures.append(error)
 
     def _receive_messages(self, arrivals: Arrivals, peer: int, tag: int, count: int) -> None:
-        """Receive so many messages of a peer with a tag: the function of a thread."""
+        """Receive `count` messages with the tag `tag` from a peer. It is the function of a thread."""
         try:
             for _ in range(count):
                 header = torch.empty(self._header_size, dtype=torch.uint8)

@@ -74,9 +74,10 @@ class WrappedModel:
 
 def checked_options(options: Any, fix: str) -> Options:
     """Return the options that a user passes. Raises Error for another type."""
-    if isinstance(options, OptionsDict) and not isinstance(options, Options):
-        fix = "options = poptorch.Options(), and then options.Training.gradientAccumulation(4): this returns Training"
     if not isinstance(options, Options):
+        if isinstance(options, OptionsDict):
+            fix = "options = poptorch.Options(), and then options.Training.gradientAccumulation(4)"
+            fix += ": this returns Training"
         raise Error(f"Invalid type: 'options' is {type(options)}, expected {Options}\n  fix: {fix}")
     return options
 

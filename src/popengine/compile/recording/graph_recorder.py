@@ -397,7 +397,8 @@ class CaptureRecorder(GraphRecorder):
 
 def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among the arguments of an operation, which are values or lists of values."""
-    lists = (each if isinstance(each, list | tuple) else (each,) for each in (*args, *kwargs.values()))
+    arguments = (*args, *kwargs.values())
+    lists = (argument if isinstance(argument, list | tuple) else (argument,) for argument in arguments)
     return [value for values in lists for value in values if isinstance(value, Tensor)]
 
 

@@ -66,12 +66,12 @@ def replace_writes(recorder: GraphRecorder) -> bool:
     latest = dict[
         int | None, tuple[fx.Node, int]
     ]()  # by memory, its value and the position of the last write
+
+    def value_now(operand: fx.Node) -> fx.Node:
+        value, since = latest.get(memory[operand], (operand, 0))
+        return value if position[operand] < since else operand
+
     for node in nodes:
-
-        def value_now(operand: fx.Node) -> fx.Node:
-            value, since = latest.get(memory[operand], (operand, 0))
-            return value if position[operand] < since else operand
-
         change = changes.get(node)
         args = node.args if change is None else change.args
         node.args, node.kwargs = map_arg((args, node.kwargs), value_now)  # type: ignore[misc]
@@ -140,10 +140,11 @@ def _functional(target: Any) -> Any:
     packet = getattr(aten, target.overloadpacket.__name__[:-1], None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
     wanted = _types(schema.arguments), ["Tensor"]
-    equal = (
-        each for each in overloads if (_types(each._schema.arguments), _types(each._schema.returns)) == wanted
-    )
-    return next((each for each in equal if not each._schema.is_mutable), None)
+    for overload in overloads:
+        schema = overload._schema
+        if not schema.is_mutable and (_types(schema.arguments), _types(schema.returns)) == wanted:
+            return overload
+    return None
 
 
 def _types(arguments: Any) -> list[str]:
