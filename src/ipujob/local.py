@@ -81,11 +81,10 @@ class LocalJob:
         decision = observe(self.value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
         if "completionTime" in self.status:
-            culprit = pods.first_failed_pod(owned)
             if self.status["launcherStatus"] == "Completed":
                 return 0
             print(f"ipujob: {self.job.name}: {self.status['lastMessage']}", file=sys.stderr)
-            return (pods.exit_code(culprit) if culprit else None) or 1
+            return pods.exit_code(pods.failed_pods(self.job, owned)[0]) or 1
         gone = [self.workers.pop(pod["metadata"]["name"]) for pod in decision.delete]
         self._end_workers(gone)
         for pod in decision.create:

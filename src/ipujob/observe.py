@@ -64,7 +64,7 @@ def observe(
     remaining = [pod for pod in own_pods if not is_terminating(pod) and pod not in gone]
     states = Counter(record["state"] for record in instances.values())
     restarts = sum(record["restarts"] for record in instances.values())
-    word, message = _status_and_message(job.instances, states, restarts, remaining)
+    word, message = _status_and_message(job, states, restarts, remaining)
     notes = "; ".join(text for _, text in job_warnings(job, value)) or "instances run"
     conditions = {
         "Running": notes if word == "Running" else "",
@@ -124,15 +124,16 @@ def _spec_change_error(value: Object, own_pods: Sequence[Object]) -> str:
 
 
 def _status_and_message(
-    total: int, states: Counter[str], restarts: int, remaining: Sequence[Object]
+    job: Job, states: Counter[str], restarts: int, remaining: Sequence[Object]
 ) -> tuple[str, str]:
+    total = job.instances
     if not total:
         return "Pending", "no instances wanted"
     if states["Succeeded"] == total:
         return "Completed", "All instances done"
     if states["Succeeded"] + states["Failed"] == total:
-        culprit = pods.first_failed_pod(remaining)
-        first = f": {culprit['metadata']['name']} {pods.describe_end(culprit)}" if culprit else ""
+        failed = pods.failed_pods(job, remaining)
+        first = f": {failed[0]['metadata']['name']} {pods.describe_end(failed[0])}" if failed else ""
         return "Failed", f"{states['Failed']} of {total} instances failed{first}"
     if states["Pending"] == total and not restarts:
         return "Pending", f"waiting: {pods.pending_reason(remaining)}"
@@ -194,13 +195,11 @@ def _next_instance_record(
         return record, [], others
     there = {int_label(pod, WORKER) for pod in own_pods}
     missing = [worker for worker in range(job.workers) if worker not in there]
-    failed = [pod for pod in own_pods if phase(pod) == "Failed"]
-    if job.ttl is not None:  # the time limit of an interactive job is no failure
-        failed = [pod for pod in failed if pod["status"].get("reason") != "DeadlineExceeded"]
+    failed = pods.failed_pods(job, own_pods)
     has_ended = all(phase(pod) in ENDED and pod not in failed for pod in own_pods)
     own_faults = [pod for pod in failed if not (is_terminating(pod) or pods.was_disrupted(pod))]
     if own_faults or (not missing and has_ended):
-        culprit = pods.first_failed_pod(own_faults)
+        culprit = next(iter(own_faults), None)
         if restarts < job.restart_limit and _should_restart(job, culprit):
             return {"state": "Restarting", "restarts": restarts + 1}, [], own_pods
         state = "Failed" if culprit else "Succeeded"

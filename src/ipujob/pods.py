@@ -188,11 +188,14 @@ def pending_reason(pods: Sequence[Object]) -> str:
     return reasons[0] if reasons else "its pods have not begun"
 
 
-def first_failed_pod(pods: Sequence[Object]) -> Object | None:
-    """Return the pod that failed first (at the same time: the lowest worker); None, if no pod has failed."""
+def failed_pods(job: Job, pods: Sequence[Object]) -> list[Object]:
+    """Return the pods that have failed, the first failure first (at the same time: the lowest worker). The time limit
+    of an interactive job is no failure."""
     failed = [pod for pod in pods if phase(pod) == "Failed"]
+    if job.ttl is not None:
+        failed = [pod for pod in failed if pod["status"].get("reason") != "DeadlineExceeded"]
     failed.sort(key=lambda pod: int_label(pod, WORKER))
-    return min(failed, key=lambda pod: _terminated_state(pod).get("finishedAt") or "9999", default=None)
+    return sorted(failed, key=lambda pod: _terminated_state(pod).get("finishedAt") or "9999")
 
 
 def was_disrupted(pod: Object) -> bool:
