@@ -676,7 +676,19 @@ def _dropout_kernel(value, chance, generator):
     return value * kept / chance, kept.to(torch.uint8)
 
 
+def _flatten_weights(weights, *_):
+    """Put weights into one block, matrices first."""
+    block = allocate((sum(map(torch.numel, weights)),), (1,), weights[0].dtype, home_of(weights[0]))
+    place = 0
+    for weight in sorted(weights, key=torch.Tensor.dim, reverse=True):
+        layout = block.untyped_storage(), place, weight.size(), weight.stride()
+        aten.set_.source_Storage_storage_offset.redispatch(_CPU_KEYS, weight, *layout)
+        place += weight.numel()
+    return block
+
+
 _kernels_library.impl("_fused_dropout", _dropout_kernel, "CPU")
+_kernels_library.impl("_cudnn_rnn_flatten_weight", _flatten_weights, "PrivateUse1")
 for _name, _function in (
     ("convolution_overrideable", functools.partial(run, aten.convolution.default)),
     ("convolution_backward_overrideable", _convolve_backward),
@@ -713,6 +725,8 @@ def late_devices(monkeypatch, seed=0, graphs=True, count=1):
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
     monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
     monkeypatch.setattr(random_draws, "new_generator", lambda device: torch.Generator())
+    monkeypatch.setattr(aten, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", is_late)
     _hooks.used = True
     try:
         yield devices

@@ -121,7 +121,28 @@ def _recurrent(function: Any, tensors: Sequence[Tensor], others: Sequence[float]
     return [*function(tensors[0], hidden, tensors[1 + states :], *kind)]
 
 
-_RECURRENT = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
+# In the order of cuDNN's numbers for them.
+_RECURRENT = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
+RECURRENT_CALLS = [f"popengine.{name}.default" for name in _RECURRENT]
+
+
+def flatten_weights(call: str, weights: Sequence[Tensor], others: Sequence[float]) -> bool:
+    """Put the weights of a recurrent layer into one block of memory, from which cuDNN reads them without a copy; return
+    False if cuDNN does not run the layer."""
+    aten = torch.ops.aten
+    if not (aten._use_cudnn_rnn_flatten_weight() and torch.backends.cudnn.is_acceptable(weights[0])):
+        return False
+    kind = RECURRENT_CALLS.index(call)
+    _, has_biases, layers, is_bidirectional, batch_first = map(int, others)
+    (width, inputs), states = weights[0].shape, weights[1].shape[1]
+    hidden = width // (1, 1, 4, 3)[kind]  # gates
+    projected = states if states != hidden else 0
+    count = 2 + 2 * has_biases + (projected > 0)  # of weights of a layer
+    sizes = inputs, kind, hidden, projected, layers, bool(batch_first), bool(is_bidirectional)
+    aten._cudnn_rnn_flatten_weight([*weights], count, *sizes)
+    return True
+
+
 _FUSED = {"attention": _attention} | {
     n: functools.partial(_recurrent, each) for n, each in _RECURRENT.items()
 }
@@ -136,7 +157,8 @@ def _run_backward(
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),  # the caller may capture the work of its thread
     ):
-        inputs = [tensor.detach().clone() for tensor in tensors]
+        # Weights stay in their memory.
+        inputs = [(x.clone() if x.is_inference() else x).detach() for x in tensors]
         wanted = [tensor.requires_grad_() for tensor in (inputs[:3] if function is _attention else inputs)]
         return [*torch.autograd.grad(function(inputs, others), wanted, [each.clone() for each in gradients])]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import Error
 from ..ir import Plan, Slot
-from ..operations import with_strides
+from ..operations import RECURRENT_CALLS, flatten_weights, with_strides
 from ..places import copies_at
 from ..settings import Place, Settings
 from ..torch_private import DisableTorchFunctionSubclass, spanned_elements
@@ -158,6 +158,8 @@ class State:
             if moved := [x for x in self._weights if not self._is_bound(x.key, present.get(x.key))]:
                 self._check_values(present, moved)
                 self._check_shared_memory(present)
+                if self.has_queue:
+                    self._allocate_recurrent_layers(moved, present)
                 for slot in moved:
                     self._bind_weight(slot, present[slot.key])
             for key, value in self._find_constants().items() if self._constants else ():
@@ -185,6 +187,19 @@ class State:
                     value = buffers.values[replica][key]
                     value = self._copy_here(f"{key} of replica {replica}", value, value.stride())
                 self.values[replica][name] = value
+
+    def _allocate_recurrent_layers(self, moved: Sequence[Slot], present: Mapping[str, Tensor]) -> None:
+        """Allocate the memory of recurrent layers whose weights come to this device for the first time."""
+        new = (slot for slot in moved if slot.key not in self._memory)
+        slot_of = {slot.name: slot for slot in new if present[slot.key].device != self.device}
+        lines = (line for piece in self.plan.partition.pieces for line in piece.lines)
+        for line in (line for line in lines if line.call in RECURRENT_CALLS):
+            others = line.arguments[1]
+            names = line.operands()[1 + int(others[0]) :]
+            slots = [slot_of.pop(name) for name in names if name in slot_of]
+            memory = [torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots]
+            if len(slots) == len(names) and flatten_weights(line.call, memory, others):
+                self._memory |= {slot.key: value for slot, value in zip(slots, memory, strict=True)}
 
     def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
         """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in

@@ -107,6 +107,23 @@ def test_a_recurrent_layer_is_one_operation_and_trains_as_on_the_cpu(kind, optio
     torch.testing.assert_close(found, [*trained("cpu", Recurrent, kind=kind, **options)[:2]])
 
 
+def test_weights_of_a_recurrent_layer_are_one_block_that_moves_back_to_its_place(monkeypatch):
+    with late_devices(monkeypatch) as late:
+        model = Recurrent("LSTM", num_layers=2)
+        options = poptorch.Options().device("cuda")
+        trainer = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        weights, blocks = [*model.layer.parameters()], []
+        for _ in range(4):
+            trainer(torch.randn(1, 6, 8), torch.zeros(1, dtype=torch.long))
+            assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+            assert weights[0].storage_offset() == 0  # as cuDNN wants it
+            blocks.append([weight.data_ptr() for weight in weights])
+            trainer.copyWeightsToHost()
+            model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()})
+        assert blocks == [blocks[0]] * 4 and late[0].captures == 1
+        trainer.destroy()
+
+
 class Dropout(nn.Module):
     def __init__(self, **options):
         super().__init__()
