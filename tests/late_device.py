@@ -5,7 +5,7 @@ the host waits, or earlier, in a random order that the queues and their events a
 largest number) until a kernel writes it, and again when it is freed, so an operation that runs too early shows in the
 result. As with CUDA, a device has streams, a copy from pinned memory reads it late, work can be captured and replayed,
 and a kernel that fails makes the device unusable. A capture that fails leaves torch's own generator in it, until
-another one has succeeded. `waits` counts by cause how often the host waited.
+another one has succeeded, and other generators for good. `waits` counts by cause how often the host waited.
 
 Tensors are plain tensors of torch's device type PrivateUse1, so views, parameters and autograd are torch's own.
 """
@@ -106,6 +106,7 @@ class Stream:
 
 _current = threading.local()  # `streams` by device
 in_capture = set()  # graphs in whose capture torch's own generator is
+unusable = {}  # by address, the generators of captures that failed
 
 
 def current_stream(device):
@@ -123,7 +124,7 @@ class Device:
         self.index = index
         self.streams = []
         Stream(self)
-        self.captures = 0
+        self.captures = self.fills = 0  # `fills`: of seeds and offsets before replays
         self.waits, self.kernels, self.replays, self.ran, self.failure = Counter(), 0, 0, 0, None
 
     @property
@@ -201,6 +202,7 @@ def reset(seed=0):
         device.__init__(device.index)
     vars(_current).clear()
     in_capture.clear()
+    unusable.clear()
     for streams in (run_devices._capture_stream, run_devices._copy_streams):
         streams.cache_clear()
 
@@ -209,16 +211,15 @@ class Graph:
     """Captured work, with the methods of torch.cuda.CUDAGraph that Pando uses."""
 
     def __init__(self, device):
-        self.device, self.work, self.generators, self.used = devices[device.index], [], {}, set()
+        self.device, self.work = devices[device.index], []
+        self.generators, self.seeds = {}, {}  # by address of the generator; seeds that are on the device
         self.is_valid = True
 
     def put(self, function):
         self.work.append(function)
 
     def register_generator_state(self, generator):
-        # Torch passes another Python object to the kernel, so a seed of its own identifies the generator.
-        generator.manual_seed(len(self.generators) + 1)
-        self.generators[len(self.generators) + 1] = [generator, None]
+        self.generators[generator._cdata] = generator
 
     def pool(self):
         return "pool"
@@ -234,30 +235,25 @@ class Graph:
     def capture_end(self):
         self.stream.graph = None
         if not self.is_valid:
+            unusable.update(self.generators)
             raise RuntimeError("operation failed due to a previous error during capture")
         in_capture.clear()
         assert self.work, "the graph is empty"
 
     def replay(self):
-        seeds = {key: generator.initial_seed() for key, (generator, _) in self.generators.items()}
         self.device.replays += 1
-        self.device.put(functools.partial(self._seed, seeds))
+        for key, generator in self.generators.items():
+            self.device.put(functools.partial(self.seeds.__setitem__, key, generator.initial_seed()))
+            self.device.put(lambda: None)  # CUDA fills an offset, too
+            self.device.fills += 2
         for function in self.work:
             self.device.put(function)
 
-    def _seed(self, seeds):
-        for key, seed in seeds.items():
-            self.generators[key][1] = torch.Generator().manual_seed(seed)
-
-    def on_device(self, generator):
-        """Return a function that returns the seeded copy of a generator that is registered."""
-        key = generator.initial_seed()
-        if key not in self.generators or key in self.used:
-            raise RuntimeError(
-                "a capture needs register_generator_state for each generator, which is used once"
-            )
-        self.used.add(key)
-        return lambda: self.generators[key][1]
+    def seed_of(self, generator):
+        """Return a function that returns the seed on the device of a generator that is registered."""
+        if generator._cdata not in self.generators:
+            raise RuntimeError("a capture needs register_generator_state for each generator")
+        return lambda: self.seeds[generator._cdata]
 
 
 def timing_event(device):
@@ -497,7 +493,7 @@ def _write(target, source):
 def _start(home, func, args, kwargs):
     """Queue a kernel, and return its results: new tensors, in which nothing is written yet."""
     raw_args, raw_kwargs = tree_map(raw_of, (args, kwargs))
-    arguments = _arguments_of(home, raw_args, raw_kwargs)  # `_layouts_of` draws from generators
+    arguments = _arguments_of(home, raw_args, raw_kwargs)
     layouts = _layouts_of(func, raw_args, raw_kwargs)
     if layouts is None:  # they depend on the values
         home.wait(f"shapes of {func}")
@@ -539,7 +535,7 @@ def _start_in_place(home, func, args, kwargs):
 
 
 def _arguments_of(home, args, kwargs):
-    """Return a function that returns the arguments when the kernel runs: of generators, copies of the state of now."""
+    """Return a function that returns the arguments when the kernel runs: generators as they are now."""
     if not any(isinstance(value, torch.Generator) for value in tree_leaves((args, kwargs))):
         return lambda: (args, kwargs)
     later = tree_map(lambda value: _generator_later(home, value), (args, kwargs))
@@ -552,17 +548,31 @@ class _Later:
 
 
 def _generator_later(home, value):
+    """For a generator, return what makes one with the CPU's numbers, where each micro-batch has a generator."""
     if not isinstance(value, torch.Generator):
         return value
-    if home.graph is not None:
-        return _Later(home.graph.on_device(value))
-    return _Later(functools.partial(_generator_with, value.get_state()))
+    if value._cdata in unusable:
+        raise RuntimeError("offset increment outside graph capture encountered unexpectedly")
+    seed = value.initial_seed()
+    seed_of = (lambda: seed) if home.graph is None else home.graph.seed_of(value)
+    uses = int(value.get_state()[16:24].view(torch.int64))  # the number of values that it has drawn
+    torch.rand(1, generator=value)
+    return _Later(lambda: torch.Generator().manual_seed(_seed_of_use(seed_of(), uses)))
 
 
-def _generator_with(state):
-    made = torch.Generator()
-    made.set_state(state)
+_hashed = {}  # by hash, the integers
+
+
+def _hash_integers(*numbers):
+    _hashed[made := random_draws.hash_integers(*numbers)] = numbers
     return made
+
+
+def _seed_of_use(seed, uses):
+    """Return the seed that the draw has on the CPU, `uses` micro-batches after that of a seed."""
+    key, number = _hashed[seed]
+    *step, micro_batch, replica = _hashed[key]
+    return random_draws.hash_integers(random_draws.hash_integers(*step, micro_batch + uses, replica), number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -605,7 +615,7 @@ def _description(value):
 
 def _zeros_like(value):
     if not isinstance(value, torch.Tensor):
-        return value
+        return torch.Generator() if isinstance(value, torch.Generator) else value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).zero_()
 
 
@@ -697,7 +707,7 @@ for _name, _function in (
 
 
 @contextmanager
-def late_devices(monkeypatch, seed=0, graphs=True, count=1):
+def late_devices(monkeypatch, seed=0, count=1):
     """Let Pando find `late:0`, ..., where it looks for GPUs ("cuda")."""
     reset(seed)
 
@@ -723,8 +733,10 @@ def late_devices(monkeypatch, seed=0, graphs=True, count=1):
     monkeypatch.setattr(run_devices, "record_stream", record_stream)
     monkeypatch.setattr(run_devices, "wait_for", wait_for)
     monkeypatch.setattr("popengine.run.recorder.timing_event", timing_event)
-    monkeypatch.setattr(run_devices, "new_graph", lambda device: Graph(device) if graphs else None)
-    monkeypatch.setattr(random_draws, "new_generator", lambda device: torch.Generator())
+    monkeypatch.setattr(run_devices, "new_graph", Graph)
+    for name in ("row_functions", "random_draws"):
+        monkeypatch.setattr(f"popengine.run.{name}.new_generator", lambda device: torch.Generator())
+    monkeypatch.setattr("popengine.run.row_functions.hash_integers", _hash_integers)
     monkeypatch.setattr(aten, "_use_cudnn_rnn_flatten_weight", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", is_late)
     _hooks.used = True
@@ -734,3 +746,4 @@ def late_devices(monkeypatch, seed=0, graphs=True, count=1):
         _hooks.used = False
         reset()
         _pinned.clear()
+        _hashed.clear()

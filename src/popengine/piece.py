@@ -60,9 +60,10 @@ class Piece:
         return self.phase, self.stage, self.part, self.source, tuple(self.functions)
 
     @cached_property
-    def draws(self) -> bool:
-        """Return whether the piece draws random numbers; then the key for the draws is its last input."""
-        return any(line.draw is not None for line in self.lines)
+    def draws(self) -> tuple[int, ...]:
+        """Return the index in the model of each draw of random numbers; if there are any, the key for the draws is the
+        piece's last input."""
+        return tuple(line.draw for line in self.lines if line.draw is not None)
 
     @cached_property
     def gather_group_size(self) -> int:

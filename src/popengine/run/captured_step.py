@@ -3,13 +3,14 @@
 A graph (`devices.new_graph`) holds the rows of micro-batches: loads, pieces, sums, stores. The host starts the rows of
 the step, which update the weights, while the graph runs. So rates, counts and the loss factor are in no graph.
 
-The graph reads its inputs from, and writes its outputs to, memory of its own. Random numbers have a generator for each
-draw, which gets its seed before each replay. If weights or buffers have other addresses, the step is captured again.
+The graph reads its inputs from, and writes its outputs to, memory of its own. Before each replay torch fills the seeds
+of `RowFunctions.generators`. If weights or buffers have other addresses, the step is captured again.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from ..settings import Settings
 from . import devices, random_draws
 from .backends.eager import operation_of
 from .call import Commit, EngineCall, Results, Stopped
-from .random_draws import hash_integers
 from .row_functions import RowFunctions
 
 logger = logging.getLogger("popengine")
@@ -122,6 +122,7 @@ class CapturedStep:
                 for worker in self._workers:
                     worker.clear()
                     worker.state.begin_step()
+                    worker.seed_generators(are_new=True)
                 return False
         if call.commit.is_stopping:
             raise Stopped
@@ -145,7 +146,6 @@ class _DeviceGraph:
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._results: Results
-        self._generators: list[tuple[torch.Generator, int, int, int]] = []  # with micro-batch, replica, draw
         self._sums: list[dict[str, Tensor]] = []
         self._buffers: list[dict[str, Tensor]] = []
 
@@ -163,15 +163,8 @@ class _DeviceGraph:
         settings, count = self._settings, self._plan.micro_batches
         self._addresses, self._graph = self._present_addresses(), None  # frees its memory
         graph = devices.new_graph(device)
-        self._generators = []
-        for task in tasks:
-            row = self._plan.tasks[task.row]
-            if row.kind in ("forward", "backward"):
-                for line in self._plan.partition.pieces[row.piece].lines:
-                    if line.draw is not None:
-                        generator = random_draws.new_generator(device)
-                        graph.register_generator_state(generator)
-                        self._generators.append((generator, task.index, task.replica, line.draw))
+        for generator in chain(*rows.generators.values()):
+            graph.register_generator_state(generator)
         self._inputs = [devices.empty_micro_batches(batch[:count], device) for batch in call.inputs]
         anchors = tuple(anchor for anchor in settings.anchors if anchor.is_output)
         if settings.training:  # one iteration
@@ -187,12 +180,8 @@ class _DeviceGraph:
             for task in tasks:
                 task.work(captured, task.index)
 
-        rows.generators = iter([generator for generator, *_ in self._generators])
-        try:
-            devices.capture(graph, pools.get(device), device, run_tasks)
-            pools.setdefault(device, graph.pool())
-        finally:
-            rows.generators = None
+        devices.capture(graph, pools.get(device), device, run_tasks)
+        pools.setdefault(device, graph.pool())
         self._graph = graph
         self._sums = [dict(sums) for sums in state.sums]
         self._buffers = [dict(buffers) for buffers in state.new_buffers]
@@ -204,10 +193,6 @@ class _DeviceGraph:
         for target, batch in zip(self._inputs, call.inputs, strict=True):
             rows = devices.in_pinned_memory(batch[turns.start : turns.stop], state.device)
             target.copy_(rows, non_blocking=True)
-        for generator, micro_batch, replica, draw in self._generators:
-            # In one process: see `why_not_captured`.
-            key = hash_integers(*state.train_state.random_state, micro_batch, replica)
-            generator.manual_seed(hash_integers(key, draw))
         self._results.continue_sums(call.results)
         self._graph.replay()
         call.results.add_step(

@@ -53,7 +53,7 @@ def seconds_of_pieces(
         for _ in range(_ROUNDS):
             values = dict(given)
             for i, (code, piece) in enumerate(zip(codes, pieces, strict=True)):
-                taken: list[Any] = [values[name] for name in piece.reads] + [0] * piece.draws
+                taken: list[Any] = [values[name] for name in piece.reads] + [0] * bool(piece.draws)
                 for name in piece.reads:
                     if last[name] == i:
                         del values[name]

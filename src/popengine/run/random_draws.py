@@ -1,7 +1,9 @@
 """Random numbers that depend on the operation in the model and on the micro-batch, not on the ipu or thread.
 
 Each draw has a generator of its own, seeded from (seed, step, micro-batch, replica, number of the draw in the
-model). So every layout of stages draws the same numbers, and recomputation draws the same numbers again.
+model). So every layout of stages draws the same numbers, and recomputation draws the same numbers again. On an
+accelerator the generator of a draw is seeded for a step's first micro-batch and continues with the next ones: before a
+replay of a captured step, torch fills seed and offset of each generator.
 """
 
 import functools
@@ -57,8 +59,8 @@ def draw(
     **kwargs: Any,
 ) -> Any:
     """Run a random operation with a generator of its own, and return its result. `key` is the hash of (seed, step,
-    micro-batch, replica), `number` the index of the draw in the model; tensors are made `on` this device. While a step
-    is captured, `key` yields the generators of its draws."""
+    micro-batch, replica), `number` the index of the draw in the model; tensors are made `on` this device. On an
+    accelerator, `key` yields the generators of a piece's draws."""
     if on is not None and any(argument.name == "device" for argument in func._schema.arguments):
         kwargs["device"] = on
     of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))
@@ -86,4 +88,5 @@ def draw(
         try:
             return func(*args, **kwargs)
         finally:
+            random.set_state(own.get_rng_state())
             own.set_rng_state(before)

@@ -92,6 +92,8 @@ class StepTasks:
             ),
             key=self._sort_key,
         )
+        for row in {row for worker in workers for row, _ in worker.generators}:
+            after[row].append(After(row, 1))  # generators continue from one micro-batch to the next
         number_of = {(task.row, task.index, task.replica): number for number, task in enumerate(self.all)}
         before: list[set[int]] = []
         for task in self.all:
@@ -286,20 +288,20 @@ class ReadyQueue:
 
     def _run_steps(self, call: EngineCall) -> None:
         """Run the steps of a call. Raises the first error of a task; after an interrupt Stopped."""
+        self._table = self._table or StepTasks(self.workers, self._cores_of_first)
         while call.commit.done < call.commit.steps:
             for worker in self.workers:
                 worker.begin_step(call)
             self._train_state.held = None
-            self._run_step(call)
+            self._run_step(call, self._table)
             for worker in self.workers:
                 worker.end_step(call)
             self.workers[0].updates.end_step()
             call.commit.finish_step()
         self.workers[0].share_results(call)
 
-    def _run_step(self, call: EngineCall) -> None:
+    def _run_step(self, call: EngineCall, tasks: StepTasks) -> None:
         """Run the tasks of a step; raise the first error."""
-        tasks = self._table = self._table or StepTasks(self.workers, self._cores_of_first)
         recorder = self._recorder
         if self._captured is not None and recorder is None and self._captured.run(tasks, call):
             return

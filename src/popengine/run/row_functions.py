@@ -5,7 +5,7 @@ them to the last row that reads them. All ipus share a frame without copies: pie
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
@@ -25,7 +25,7 @@ from .instances.all_reduce import all_gather_rows
 from .instances.connections import Connections, PeerFailed, PeerLost, Tag
 from .mailbox import MessageKey, ProcessMailbox
 from .prepared_values import PreparedValues
-from .random_draws import hash_integers
+from .random_draws import hash_integers, new_generator
 from .state import State, device_of_place
 from .updating import Updates, Work
 
@@ -55,7 +55,8 @@ class RowFunctions:
         self.codes: list[list[Code]] = [list(codes) for _ in replicas]
         self.frames: list[dict[int, dict[str, Tensor]]] = [{} for _ in replicas]
         self._prepared = [PreparedValues(plan, state, r) for r in replicas if plan.partition.prepared]
-        self.generators: Iterator[torch.Generator] | None = None  # of all draws, while a step is captured
+        # Of an accelerator's draws, by row and replica. They continue from one micro-batch to the next.
+        self.generators: dict[tuple[int, int], list[torch.Generator]] = {}
         self._changed = plan.partition.signature.changed_buffers
         # Indices of the results that are gradients: they are divided by the loss scale.
         self._scaled = {int(anchor.key) for anchor in settings.anchors if anchor.source == "gradient"}
@@ -98,6 +99,7 @@ class RowFunctions:
         if self.mail is not None:
             self.mail.begin_step()
         self.state.begin_step()
+        self.seed_generators()
         if self._anchored_weights:
             self._copy_anchored_weights(call, "weight")
         if call.hyper is not None:
@@ -106,6 +108,22 @@ class RowFunctions:
                 scale *= float(self.state.train_state.loss_factor)
             self.state.set_loss_scale(scale * self._weight)
             call.results.loss_scale = scale
+
+    def seed_generators(self, are_new: bool = False) -> None:
+        """Seed the generator of each draw of an accelerator for the first micro-batch of the step; with `are_new` new
+        ones, because those of a capture that failed can't be used."""
+        for (row, replica), generators in self.generators.items():
+            if are_new:
+                generators[:] = [new_generator(self.state.device) for _ in generators]
+            key, piece = self._key_of_draws(0, replica), self.plan.tasks[row].piece
+            for generator, draw in zip(generators, self.plan.partition.pieces[piece].draws, strict=True):
+                generator.manual_seed(hash_integers(key, draw))
+
+    def _key_of_draws(self, micro_batch: int, replica: int) -> int:
+        """Return the key of a micro-batch's draws, for a local replica."""
+        counts = self.settings.counts
+        numbers = self.settings.step_part.before + micro_batch, counts.instance * counts.replicas + replica
+        return hash_integers(*self.state.train_state.random_state, *numbers)
 
     def end_step(self, call: EngineCall) -> None:
         """End a step: write the new buffers; without updates hold gradient sums and new buffers."""
@@ -179,7 +197,10 @@ class RowFunctions:
         before = [name for name in task.frees if name in flowing]
         after = [name for name in task.frees if name not in flowing]
         device, counts, micro_batches = self.state.device, self.settings.counts, self.plan.micro_batches
-        group, global_replica = counts.input_group_of(replica), counts.instance * counts.replicas + replica
+        group = counts.input_group_of(replica)
+        generators = [new_generator(device) for _ in piece.draws if self.state.has_queue]
+        if generators:
+            self.generators[row, replica] = generators
 
         def compute(call: EngineCall, micro_batch: int) -> None:
             if call.commit.is_stopping:
@@ -198,8 +219,7 @@ class RowFunctions:
             for name in before:
                 del frame[name]
             if piece.draws:
-                numbers = self.settings.step_part.before + micro_batch, global_replica
-                values.append(self.generators or hash_integers(*state.train_state.random_state, *numbers))
+                values.append(iter(generators) if generators else self._key_of_draws(micro_batch, replica))
             try:
                 with self._checks():
                     made = codes[number](values)

@@ -114,12 +114,6 @@ def test_steps_with_batch_norm_are_captured_once_for_each_device(which, monkeypa
         engines.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_orders_of_the_queues_have_the_same_bits(seed, monkeypatch):
-    with late_devices(monkeypatch, seed=seed, count=4):
-        assert_same(trained(on_devices("four"), calls=1), trained_on_cpu(calls=1))
-
-
 @pytest.mark.parametrize("missing", ["event", "memory"])
 def test_a_copy_that_does_not_wait_or_does_not_hold_its_memory_is_noticed(missing, monkeypatch):
     expected, has_failed = trained_on_cpu(calls=1), False

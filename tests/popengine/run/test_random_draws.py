@@ -44,6 +44,8 @@ def test_a_custom_operation_that_takes_no_generator_gets_torchs_own_seeded():
     x = torch.zeros(8)
     assert torch.equal(draw(operation, 1, 2, x), draw(operation, 1, 2, x))
     assert not torch.equal(draw(operation, 1, 2, x), draw(operation, 1, 3, x))
+    continued = [torch.Generator()] * 2  # as on an accelerator, from one micro-batch to the next
+    assert not torch.equal(draw(operation, iter(continued), 2, x), draw(operation, iter(continued), 2, x))
 
 
 def test_dropout_keeps_the_asked_share_and_scales_it():

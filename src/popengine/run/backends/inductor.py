@@ -87,7 +87,7 @@ def compile_piece(piece: Piece, reads: tuple[TensorMetadata, ...]) -> Code:
     graph, fakes = trace_piece(piece, reads, decompositions())
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
-    return _with_traced_inputs(compile_graph(graph, fakes, OPTIONS), reads, piece.draws)
+    return _with_traced_inputs(compile_graph(graph, fakes, OPTIONS), reads, bool(piece.draws))
 
 
 def _with_traced_inputs(code: Any, reads: tuple[TensorMetadata, ...], draws: bool) -> Code:
