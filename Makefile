@@ -71,8 +71,9 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 test-avx2: $(READY)
 	env $(AVX2) $(PYTEST) tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
 
-# On a machine with a GPU of NVIDIA or AMD, and a build of torch for it.
+# On a machine with a GPU of NVIDIA or AMD, and a build of torch for it; elsewhere on accelerators in Python.
 test-gpu: $(READY)
+	$(BIN)/python -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU: a dry run')"
 	$(BIN)/python -m pytest tests/popengine/run/test_gpu.py
 
 test-all: $(READY) test-avx2

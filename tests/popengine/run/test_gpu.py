@@ -1,4 +1,7 @@
-"""The engine on a real GPU (`make test-gpu`): near the CPU's numbers, and the same bits in all layouts."""
+"""The engine on a real GPU (`make test-gpu`): near the CPU's numbers, and the same bits in all layouts.
+
+Without a GPU these tests run on `late_device.py`, so that they fail on a GPU only for what is different there.
+"""
 
 import math
 
@@ -7,10 +10,11 @@ import torch
 from small_engines import LAYOUTS, NAMES, assert_same, engine_of, on_devices, planned, rates, trained
 from torch.nn import functional
 
+from late_device import late_devices
+from popengine.run import devices
 from popengine.run.engine import Engine
 
 GPU = torch.device("cuda", 0)
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 
 
 def on_gpu(**options):
@@ -18,8 +22,13 @@ def on_gpu(**options):
 
 
 @pytest.fixture(autouse=True)
-def products_in_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def gpus(monkeypatch):
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        yield
+    else:
+        with late_devices(monkeypatch, count=4):
+            yield
 
 
 def assert_near(one, two):
@@ -65,7 +74,7 @@ def test_rates_that_change_are_used_in_replays():
 @pytest.mark.parametrize("which", NAMES)
 @pytest.mark.parametrize("name", ["pipelined", "adam", "replicas", "clipping", "recomputation", "inference"])
 def test_ipus_on_several_devices_compute_what_the_cpu_computes(name, which):
-    if torch.cuda.device_count() < len([name for name in NAMES[which] if name != "cpu"]):
+    if devices.accelerator_count() < len([name for name in NAMES[which] if name != "cpu"]):
         pytest.skip("fewer GPUs")
     options = {**LAYOUTS[name], "dropout": 0.0}
     several = trained(on_devices(which, **options))
@@ -74,6 +83,7 @@ def test_ipus_on_several_devices_compute_what_the_cpu_computes(name, which):
         assert_same(several, trained(on_gpu(**options)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_operation_of_attention_has_the_gradients_of_plain_pytorch(dtype, is_causal):
