@@ -72,9 +72,10 @@ test-avx2: $(READY)
 	env $(AVX2) $(PYTEST) tests/parity tests/examples tests/poptorch/ops tests/popengine/compile/rewriting
 
 # On a machine with a GPU of NVIDIA or AMD, and a build of torch for it; elsewhere on accelerators in Python.
+BLOCK := tests/poptorch/executor/test_fused_functions_on_devices.py::test_weights_of_a_recurrent_layer_are_one_block_that_moves_back_to_its_place
 test-gpu: $(READY)
 	$(BIN)/python -c "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU: a dry run')"
-	$(BIN)/python -m pytest tests/popengine/run/test_gpu.py
+	$(BIN)/python -m pytest tests/popengine/run/test_gpu.py $(BLOCK)
 
 test-all: $(READY) test-avx2
 	$(PYTEST)

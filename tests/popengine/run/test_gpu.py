@@ -49,7 +49,8 @@ def test_each_layout_computes_what_the_cpu_computes(name):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_layouts_have_the_same_bits(dropout):
-    layouts = [{}, {"ipus": (0, 0, 0, 0)}, {"ipus": (0, 1, 0, 1), "order": "sharded"}, {"order": "gpipe"}]
+    sharded = {"ipus": (0, 1, 0, 1), "order": "sharded"}
+    layouts = [{}, {"ipus": (0, 0, 0, 0)}, sharded, {"order": "gpipe"}, {"recompute": True}]
     first, *others = (trained(on_gpu(dropout=dropout, **layout)) for layout in layouts)
     for other in others:
         assert_same(other, first)

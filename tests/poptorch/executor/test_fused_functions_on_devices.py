@@ -1,5 +1,7 @@
 """Attention, recurrent layers and dropout on an accelerator: one operation, for which a device has kernels."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -107,8 +109,9 @@ def test_a_recurrent_layer_is_one_operation_and_trains_as_on_the_cpu(kind, optio
     torch.testing.assert_close(found, [*trained("cpu", Recurrent, kind=kind, **options)[:2]])
 
 
+@pytest.mark.filterwarnings("error:RNN module weights")  # cuDNN's, when it copies them
 def test_weights_of_a_recurrent_layer_are_one_block_that_moves_back_to_its_place(monkeypatch):
-    with late_devices(monkeypatch) as late:
+    with nullcontext() if torch.cuda.is_available() else late_devices(monkeypatch):
         model = Recurrent("LSTM", num_layers=2)
         options = poptorch.Options().device("cuda")
         trainer = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
@@ -120,7 +123,7 @@ def test_weights_of_a_recurrent_layer_are_one_block_that_moves_back_to_its_place
             blocks.append([weight.data_ptr() for weight in weights])
             trainer.copyWeightsToHost()
             model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()})
-        assert blocks == [blocks[0]] * 4 and late[0].captures == 1
+        assert blocks == [blocks[0]] * 4
         trainer.destroy()
 
 
