@@ -250,6 +250,7 @@ class Checkpoint:
             logger.warning("the run resumes after call %d, from %s%s", self.calls, folder, by)
 
 
+@without_internal_frames
 def resumable(
     loader: Iterable[Any], checkpoint: Checkpoint, executor: Any, epochs: int = 1, **others: Any
 ) -> Iterator[Any]:
@@ -265,10 +266,21 @@ def resumable(
         checkpoint: where the state is saved, and how often
         epochs: the number of epochs of the whole run
         loader, executor, others: as in `Checkpoint.restore`
-    Raises: Error, as `Checkpoint.restore`
+    Raises: Error, as `Checkpoint.restore`; TypeError for arguments of other types
     """
+    given = (("loader", loader, poptorch.DataLoader), ("checkpoint", checkpoint, Checkpoint))
+    for name, value, kind in given:
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"popdist.resumable(loader, checkpoint, executor): the {name} is a {type(value).__name__}\n"
+                '  fix: popdist.resumable(loader, popdist.Checkpoint("folder"), trainer), with a poptorch.DataLoader'
+            )
     checkpoint.restore(executor, loader, **others)
-    while loader.state_dict()["epoch"] < epochs:  # pyright: ignore[reportAttributeAccessIssue]
+    return _remaining(loader, checkpoint, epochs)
+
+
+def _remaining(loader: Any, checkpoint: Checkpoint, epochs: int) -> Iterator[Any]:
+    while loader.state_dict()["epoch"] < epochs:
         for batch in loader:
             yield batch
             checkpoint.step()

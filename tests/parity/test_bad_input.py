@@ -392,13 +392,13 @@ MISTAKES = {  # of the first hour: the end of the message
         lambda: poptorch.Stage("first", ipu=0),
         'fix: stages = [poptorch.Stage("embedding", "layer0").ipu(0), poptorch.Stage("layer1").ipu(1)]',
     ),
-    "a report of a number": (
-        lambda: poptorch.Report(3),
-        "expected str, bytes or os.PathLike object, not int",
+    "a misspelt method of an executor": (
+        lambda: poptorch.inferenceModel(MODEL).compil(),
+        "has no attribute 'compil', and its executor has none; did you mean 'compile'?",
     ),
-    "a checkpoint of a number": (
-        lambda: popdist.Checkpoint(3),
-        "expected str, bytes or os.PathLike object, not int",
+    "a list for a loader": (
+        lambda: popdist.resumable([], popdist.Checkpoint("folder"), None),
+        'fix: popdist.resumable(loader, popdist.Checkpoint("folder"), trainer), with a poptorch.DataLoader',
     ),
     "a plan before the compilation": (
         lambda: poptorch.inferenceModel(MODEL).plan,

@@ -136,7 +136,7 @@ def _record(
         stand_ins = StandIns(module, training, reshaped, constant)
         inputs = [empty_like(sample) for sample in samples]
         scale = torch.empty(())
-    state, noting = Capture(training, stand_ins), Noting(module, shelves)
+    state, noting = Capture(training, stand_ins, given), Noting(module, shelves)
     recorder = state.recorder
     inputs_by_key = {str(i): value for i, value in enumerate(inputs)}
     roles = {"parameter": stand_ins.parameters, "buffer": stand_ins.buffers, "input": inputs_by_key}

@@ -118,7 +118,7 @@ class CapturedStep:
                     with devices.as_current_device(graph.device):
                         graph.capture(call, [task for task in inner if task.lane == lane])
             except (RuntimeError, Error) as error:
-                self._give_up(str(error.__cause__ or error).splitlines()[0])
+                self._give_up(str(error.__context__ or error).splitlines()[0])
                 for worker in self._workers:
                     worker.clear()
                     worker.state.begin_step()

@@ -224,7 +224,7 @@ class RowFunctions:
                 with self._checks():
                     made = codes[number](values)
             except Exception as error:
-                raise self._run_error(error, task, micro_batch, replica) from error
+                raise self._run_error(error, task, micro_batch, replica) from None
             frame.update(zip(piece.writes, made, strict=True))
             del made
             for name, slot in slots:  # new tensors, because later backwards still read the old ones
@@ -255,6 +255,8 @@ class RowFunctions:
         fix = "\n  fix: n rows or classes have the indices 0 to n - 1" * isinstance(error, IndexError)
         if "dtype to be Long" in str(error):
             fix = "\n  fix: class numbers are integers of 64 bits: labels.long()"
+        if "the same dtype" in str(error):
+            fix = "\n  fix: inputs of the weights' type: x.float()"
         names = self.plan.partition.names[task.stage]
         blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(

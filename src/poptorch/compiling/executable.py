@@ -21,6 +21,7 @@ from popengine.compile.recording.fingerprint import fingerprint, graph_lines
 from popengine.compile.recording.graph_recorder import check_dense
 from popengine.compile.recording.leftovers import fake_tensors_in
 from popengine.compile.recording.reads import Reads
+from popengine.compile.recording.user_code import is_users
 from popengine.compile.rewriting.memory_layout import in_wanted_layout, with_fixed_strides
 from popengine.compile.rewriting.partials import is_faster_in_float32, products_in_float32
 from popengine.errors import Error
@@ -316,7 +317,10 @@ class _TracedForward:
             value = self.model(*bound.args, **bound.kwargs)
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
         if code is not None:
-            self.line = state.forward_line = f"{code.co_filename}:{code.co_firstlineno}"
+            self.line = f"{code.co_filename}:{code.co_firstlineno}"
+            if not is_users(code.co_filename):
+                self.line = f"that of torch.nn.{type(self.model).__name__}"
+            state.forward_line = self.line
         if value is None and state.training:
             logger.warning(
                 "%s: forward returns nothing; the loss that it marks is trained all the same, and calls return None\n"

@@ -240,6 +240,12 @@ class ModelFlags:
         present, top = _modes_of(self._model.user), {"": self.top}
         if self._model.training:
             self._compiled = present | top
+            if self.top and not present[""]:
+                change = (
+                    f"{user_line()}: the model was in train() mode when it was wrapped, and is in eval() mode"
+                )
+                effect = "trains without dropout, and with fixed statistics of batch norm"
+                self._warn_once(change, effect, "model.train() before the first call")
             return
         modes, seen = self._modes | top, self._seen
         self._compiled = {

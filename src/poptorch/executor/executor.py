@@ -16,7 +16,7 @@ from typing import Any, Self, final
 
 from torch import Tensor
 
-from popengine.errors import Error, without_internal_frames
+from popengine.errors import Error, user_line, without_internal_frames
 from popengine.run.instances.connections import InstancesDiffer, PeerFailed, PeerLost
 from popengine.run.instances.process_group import current
 from popengine.settings import Counts
@@ -248,7 +248,11 @@ class PoplarExecutor:
         warning, and calls compute as before, until `destroy`.
         """
         if self._compilation.flags.set_mode(mode) and self.isCompiled():
-            logger.warning("train() and eval() come too late: the model is compiled, and its mode with it")
+            logger.warning(
+                "%s: train() and eval() come too late: the model is compiled, and its mode with it\n"
+                "  fix: set the mode before the first call; or destroy(), then the mode, and call again",
+                user_line(),
+            )
         return self
 
     def eval(self) -> Self:
@@ -392,6 +396,7 @@ class PoplarExecutor:
         make = functools.partial(kind, training=self._wrapped.training, optimizer=self._optimizer)
         return make, (self._user_model, self.options)
 
+    @without_internal_frames
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and "_wrapped" not in self.__dict__:
             raise AttributeError(name)  # while the executor is being made

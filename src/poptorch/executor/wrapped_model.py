@@ -321,7 +321,9 @@ def check_buffer_classes(model: nn.Module) -> None:
 def attribute_of_model(executor: Any, name: str) -> Any:
     """Return an attribute of an executor's model. A parameter of the user's module has `replicaGrouping`."""
     model = executor.model
-    value = getattr(model, name)
+    if (value := getattr(model, name, executor)) is executor:
+        words = f"{type(model).__name__!r} object has no attribute {name!r}, and its executor has none"
+        raise AttributeError(words + did_you_mean(name, {*dir(executor), *dir(model)}))
     if getattr(value, "__self__", None) is model:
         return _method_of_model(executor, name, value)
     if isinstance(value, nn.Parameter) and name in executor._wrapped.user._parameters:

@@ -636,6 +636,11 @@ ON_FOUR = {
     ),
     "HSDP": (sharded, {"shape": (2, 2)}, MLP, rows),
 }
+if torch.__version__.startswith(
+    "2.10."
+):  # there these schedules of torch fail on gloo, also without `compare`
+    for name in ("interleaved", "zero bubble", "ZBV"):
+        del ON_TWO[name]
 LOOPS = {2: ON_TWO, 4: ON_FOUR}
 
 

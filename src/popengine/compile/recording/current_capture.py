@@ -103,6 +103,7 @@ class Capture:
 
     training: bool
     stand_ins: StandIns
+    given: str = ""  # forward's arguments, for messages
     recorder: CaptureRecorder = field(init=False)
     visits: list[Visit] = field(default_factory=lambda: [Visit(None, None, "?")])
     block: int = 0
@@ -159,7 +160,8 @@ class Capture:
         if not found:
             raise CaptureError(
                 f"Couldn't find a loss in graph! (forward: {self.forward_line})\n"
-                "  why: training differentiates one loss, which forward must compute\n"
+                f"  forward was given {self.given or 'no arguments'}\n"
+                "  why: training differentiates one loss, which forward must compute from what it is given\n"
                 "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
                 ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
             )

@@ -60,7 +60,7 @@ _HINTS = {
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
     ),
-    "devices, meta and cpu": (
+    "devices,? (meta and cpu|cpu, meta|meta, cpu)": (
         "under torch.func.vmap torch's forward-mode derivatives make tensors that the recording does not know",
         "use reverse mode: torch.func.jacrev(torch.func.jacrev(f)) in place of torch.func.hessian(f)",
     ),
