@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from popengine.texts import table_text
@@ -144,24 +144,12 @@ def print_logs(arguments: argparse.Namespace) -> int:
         reason = f"the job is {said.get('launcherStatus')}: {said.get('lastMessage')}"
         raise Refused(404, f"{which} has no pod: {reason}")
 
-    errors: list[Exception] = []
-
     def copy(pod: Object) -> None:
         prefix = f"[{pod['metadata']['name']}] " if arguments.all else ""
-        try:
-            _copy_log(cluster, pod, arguments.follow, arguments.previous, prefix)
-        except (Refused, Unreachable, BrokenPipeError) as error:
-            errors.append(error)
+        _copy_log(cluster, pod, arguments.follow, arguments.previous, prefix)
 
-    threads = [threading.Thread(target=copy, args=(pod,), daemon=True) for pod in pods]
-    for thread in threads:
-        thread.start()
-        if not arguments.follow:
-            thread.join()  # one log after the other
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    with ThreadPool(len(pods) if arguments.follow else 1) as threads:  # 1: one log after the other
+        threads.map(copy, pods, chunksize=1)
     return 0
 
 
