@@ -1,14 +1,13 @@
 """Several processes read one dataset: equal shares, and every row in two epochs."""
 
 import time
-from typing import Any
 
 import pytest
 import torch
 from rows import FORK, Rows, SizedStream, numbers, rows_in
 
 import popdist.poptorch
-from popengine.errors import DataError, Error
+from popengine.errors import DataError
 from poptorch.data import DataLoader
 from poptorch.enums import DataLoaderMode
 from poptorch.options import Options
@@ -29,9 +28,23 @@ def test_eleven_rows_in_batches_of_four_for_two_processes(process, drop_last, ex
     assert rows_in(loader) == list(expected)
 
 
-def test_too_little_data_for_all_processes_is_an_error():
-    with pytest.raises(Error, match="dataset of 7 elements is smaller than C × P = 4 × 2"):
-        DataLoader(options(0, 2), Rows(7), batch_size=2)
+EXCLUDED = "is mutually exclusive with auto_distributed_partitioning=True"
+
+
+@pytest.mark.parametrize(
+    "message, error, dataset, how",
+    [
+        ("dataset of 7 elements is smaller than C × P = 4 × 2", DataError, Rows(7), {"batch_size": 2}),
+        ("randomSeed", AssertionError, Rows(11), {"shuffle": True}),
+        ("partitioning not supported for IterableDataset", AssertionError, SizedStream(8), {}),
+        ("batch_size=None", AssertionError, Rows(8), {"batch_size": None}),
+        (f"batch_sampler {EXCLUDED}", DataError, Rows(8), {"batch_sampler": [[0], [1]]}),
+        (f"sampler {EXCLUDED}", DataError, Rows(8), {"sampler": [0, 1]}),
+    ],
+)
+def test_what_can_not_be_shared_out_is_an_error(message, error, dataset, how):
+    with pytest.raises(error, match=message):
+        DataLoader(options(0, 2), dataset, **how)
 
 
 def test_without_partitioning_each_process_reads_all():
@@ -55,32 +68,6 @@ def test_shares_are_the_same_when_loaded_asynchronously():
         return [numbers(loader) for _ in range(3)]
 
     assert epochs(DataLoaderMode.Async) == epochs(DataLoaderMode.Sync)
-
-
-def test_shuffling_needs_a_common_seed():
-    with pytest.raises(AssertionError, match="randomSeed"):
-        DataLoader(options(0, 2), Rows(11), shuffle=True)
-
-
-def test_an_iterable_dataset_is_not_partitioned():
-    with pytest.raises(
-        AssertionError, match="auto_distributed_partitioning not supported for IterableDataset"
-    ):
-        DataLoader(options(0, 2), SizedStream(8))
-
-
-def test_complete_batches_are_not_partitioned():
-    with pytest.raises(AssertionError, match="batch_size=None"):
-        DataLoader(options(0, 2), Rows(8), batch_size=None)
-
-
-@pytest.mark.parametrize("name", ["batch_sampler", "sampler"])
-def test_a_sampler_of_ones_own_and_partitioning_exclude_each_other(name):
-    arguments: dict[str, Any] = {name: [[0], [1]]}
-    with pytest.raises(
-        DataError, match=f"{name} is mutually exclusive with auto_distributed_partitioning=True"
-    ):
-        DataLoader(options(0, 2), Rows(8), **arguments)
 
 
 def test_without_dropping_a_process_that_has_one_batch_more_is_reported(caplog):
