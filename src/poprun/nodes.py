@@ -156,7 +156,7 @@ class ElasticNode(NodeOfRun):
             newest = self._read_state()
             self._presence.update(self._shared.read_records())  # newer than the state: no new node is lost
             records = self._records_of_run(newest)
-            self._shared.remove_records(self._presence.stale())
+            self._shared.remove_records(self._presence.records.keys() - self._presence.alive())
             if self.name not in records:
                 return newest
             if newest.state == "runs":

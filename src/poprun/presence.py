@@ -39,10 +39,6 @@ class Presence:
         self.clock += min(now - self._updated, _LONGEST_STEP)
         self._updated = now
 
-    def stale(self) -> list[str]:
-        """Return the names of nodes whose records have not changed for a while."""
-        return [n for n in self.records if self.clock - self.changed[n] >= STANDSTILL]
-
     def alive(self) -> dict[str, Record]:
         """Return the records, by node, that have changed lately."""
         return {n: r for n, r in self.records.items() if self.clock - self.changed[n] < STANDSTILL}
