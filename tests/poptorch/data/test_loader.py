@@ -74,24 +74,14 @@ def test_a_shuffle_is_the_one_that_torch_would_make(mode):
 @pytest.mark.parametrize("strategy", [SharingStrategy.SharedMemory, SharingStrategy.ForkServer])
 def test_a_generator_of_the_users_own_goes_to_the_worker(strategy):
     # Its state used to be gone from shared memory before a spawned worker opened it.
-    rows = torch.arange(12)
-    sync, asynchronous = (
-        DataLoader(
-            Options(),
-            rows,
-            batch_size=3,
-            shuffle=True,
-            mode=mode,
-            generator=torch.Generator().manual_seed(5),
-            **more,
+    def order(mode):
+        generator, how = torch.Generator().manual_seed(5), {"sharing_strategy": strategy}
+        loader = DataLoader(
+            Options(), torch.arange(12), 3, shuffle=True, mode=mode, async_options=how, generator=generator
         )
-        for mode, more in (
-            (DataLoaderMode.Sync, {}),
-            (DataLoaderMode.Async, {"async_options": {"sharing_strategy": strategy}}),
-        )
-    )
-    assert [batch.tolist() for batch in asynchronous] == [batch.tolist() for batch in sync]
-    asynchronous.terminate()
+        return [batch.tolist() for batch in loader]
+
+    assert order("Async") == order("Sync")
 
 
 def test_small_tails_of_each_worker_are_lost_only_without_rebatching():
