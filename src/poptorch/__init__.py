@@ -1,8 +1,18 @@
-"""PopTorch's programming model on ordinary machines.
+"""PopTorch's programming model on ordinary machines: mark the blocks of a model, wrap it, call it.
 
-The public names are listed in `__init__.pyi`. A name's module is imported when the name is first used: processes
-that only load data never import the compiler.
+>>> options = poptorch.Options().deviceIterations(10)  # weight updates in a call
+>>> options.Training.gradientAccumulation(8)  # micro-batches in an update
+>>> poptorch.BeginBlock(model.last, "last", ipu_id=1)  # from this layer on ipu 1
+>>> trainer = poptorch.trainingModel(model, options, torch.optim.AdamW(model.parameters()))
+>>> for x, labels in poptorch.DataLoader(options, dataset, batch_size=16, shuffle=True):
+...     scores, loss = trainer(x, labels)  # forward returns these
+>>> scores = poptorch.inferenceModel(model.eval())(x)
+
+Begin with `help(poptorch.trainingModel)`, `Options`, `BeginBlock`, `DataLoader`, `describe` and `testing.compare`.
 """
+
+# The public names are listed in `__init__.pyi`. A name's module is imported when the name is first used: processes
+# that only load data never import the compiler.
 
 import ast as _ast
 import importlib as _importlib
