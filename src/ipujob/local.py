@@ -71,12 +71,12 @@ class LocalJob:
     def _run_round(self) -> int | None:
         """Update the status of workers and job, and end and start workers as the operator would, or sleep. Return
         None while the job runs; at its end, the exit code (`run`)."""
+        now = time.monotonic()
+        late = [worker for worker in self.workers.values() if now > worker.deadline and worker.is_running()]
+        self._end_workers(late)
         for worker in self.workers.values():
-            is_late = time.monotonic() > worker.deadline and worker.is_running()
-            if is_late:
-                self._end_workers([worker])
             if not worker.is_running():
-                worker.set_ended("DeadlineExceeded" if is_late else "")
+                worker.set_ended("DeadlineExceeded" if worker in late else "")
         owned = [worker.pod for worker in self.workers.values()]
         decision = observe(self.value, [*owned, pods.headless_service(self.job)], datetime.now(UTC))
         self.status |= decision.status
@@ -87,9 +87,10 @@ class LocalJob:
             return pods.exit_code(pods.failed_pods(self.job, owned)[0]) or 1
         gone = [self.workers.pop(pod["metadata"]["name"]) for pod in decision.delete]
         self._end_workers(gone)
+        now = time.monotonic()
         for pod in decision.create:
             if not self.signals:
-                self.workers[pod["metadata"]["name"]] = Worker(self, pod)
+                self.workers[pod["metadata"]["name"]] = Worker(self, pod, now)
         if count := decision.status.get("restartCount"):
             print(f"ipujob: {self.job.name}: restart {count}", file=sys.stderr)
         if not (decision.delete or decision.create):
@@ -110,9 +111,10 @@ class LocalJob:
 
 
 class Worker:
-    """A worker on this machine: a process group in place of a pod's container. The constructor starts it."""
+    """A worker on this machine: a process group in place of a pod's container. The constructor starts it. `now`: the
+    time from which its deadline is counted, equal for all workers that start together"""
 
-    def __init__(self, run: LocalJob, pod: Object) -> None:
+    def __init__(self, run: LocalJob, pod: Object, now: float) -> None:
         self.pod, container = pod, pod["spec"]["containers"][0]
         name, labels = pod["metadata"]["name"], pod["metadata"]["labels"]
         home = run.folder / (name if labels[ATTEMPT] == "0" else f"{name}.{labels[ATTEMPT]}")
@@ -125,7 +127,7 @@ class Worker:
         variables = _worker_variables(pod, here, run.overrides)
         words = [*container.get("command", ()), *container.get("args", ())]
         where = container.get("workingDir")
-        self.deadline = time.monotonic() + pod["spec"].get("activeDeadlineSeconds", float("inf"))
+        self.deadline = now + pod["spec"].get("activeDeadlineSeconds", float("inf"))
         self.process = subprocess.Popen(
             # If `env` can't start the program, it prints the reason and exits with 126 or 127.
             ["/usr/bin/env", "--", *(_expand_variables(word, variables) for word in words)],

@@ -220,6 +220,14 @@ def test_an_interactive_job_that_its_time_ended_is_completed():
     assert world.run()["launcherStatus"] == "Completed"
 
 
+def test_an_interactive_job_names_the_worker_that_failed_and_none_that_its_time_ended():
+    world = World(
+        job(interactive={"ttl": 5}, workers={"replicas": 2}),
+        lambda pod: 3 if pod["metadata"]["name"].endswith("1") else "DeadlineExceeded",
+    )
+    assert world.run()["lastMessage"] == "1 of 1 instances failed: train-worker-1 exited with 3"
+
+
 def test_a_finished_job_goes_after_its_time():
     world = World(job(annotations={"pando/ttl-seconds-after-finished": "60"}))
     world.run()
