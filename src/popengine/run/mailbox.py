@@ -148,9 +148,10 @@ class ProcessMailbox:
         except BaseException as error:  # whatever it is, the receives raise it
             arrivals.fail(error)
 
-    def is_here(self, key: MessageKey, wake: Callable[[], None]) -> bool:
-        """Return whether a message can be taken; if not, another thread calls `wake` once when it can. After a failure
-        all can, and `take` raises the error. Called once for a message: start to receive it, if it waits for that."""
+    def begin_receive(self, key: MessageKey, wake: Callable[[], None]) -> bool:
+        """Start to receive a message, if its sender waits for that. Return whether `take` can return the message now;
+        if not, another thread calls `wake` once when it can. After a failure `take` raises the error at once. To be
+        called once for each message."""
         if key[0] in self._awaited:
             peer, _ = self._awaited[key[0]]
             TorchThread(self._receive_messages, self.arrivals, peer, self._tag_of(key), 1).start()

@@ -388,7 +388,7 @@ class ReadyQueue:
             mail = self.workers[0].mail
             assert mail is not None
             key = self.workers[0].message_key(task.row, task.index, task.replica)
-            if not mail.is_here(key, partial(self._add_arrived, number, self._missing)):
+            if not mail.begin_receive(key, partial(self._add_arrived, number, self._missing)):
                 return
         lane = self._lanes[task.lane]
         heappush(lane.ready, number)

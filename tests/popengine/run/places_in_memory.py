@@ -101,7 +101,7 @@ class MemoryMailbox:
         assert place != self.place
         self.world.post(place, key, [copy_as_it_lies(value) for value in values])
 
-    def is_here(self, key, wake):
+    def begin_receive(self, key, wake):
         with self.world.lock:
             if self.arrived[key] or self.world.failure:
                 return True
