@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .order import Phase
-from .torch_private import tree_leaves
+from .torch_private import leaves_of
 
 GETITEM = "getitem"  # the call that selects one of an operation's results
 GATHER = "popengine.gather_over_replicas.default"  # the call that reads values of other replicas
@@ -31,8 +31,7 @@ class Line(NamedTuple):
 
     def operands(self) -> list[str]:
         """Return the names of the values that the operation reads, in the order of the arguments."""
-        leaves = tree_leaves((self.arguments, self.named))
-        return [leaf.name for leaf in leaves if isinstance(leaf, Value)]
+        return [value.name for value in leaves_of(Value, (self.arguments, self.named))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -69,13 +69,18 @@ FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # 2.0: returns whether a mask is causal, by reading its values
 detect_is_causal_mask = transformer._detect_is_causal_mask
 
-
+T = TypeVar("T")
 ALIGNMENT = 64  # bytes: torch's own allocations on the CPU begin at multiples
 
 
 def storage_id(value: Tensor) -> int:
     """Return the address of a tensor's storage, which is unique also for a fake tensor without memory."""
     return value.untyped_storage()._cdata  # old
+
+
+def leaves_of(kind: type[T], value: Any) -> list[T]:
+    """Return the leaves of this type in nested lists, tuples and dicts, in their order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
 
 
 def spanned_elements(value: Tensor) -> int:

@@ -12,10 +12,10 @@ from ..errors import Error
 from ..torch_private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
+    leaves_of,
     made_as,
     storage_id,
     swap_tensors,
-    tree_leaves,
     tree_map_only,
 )
 
@@ -39,7 +39,7 @@ class _Elsewhere:
         if function == _DATA.__set__:
             arguments = arguments[0], arguments[1].to("meta")
         with DisableTorchFunctionSubclass(), nullcontext() if name == "__get__" else _WholeDraws():
-            tensors = [x for x in tree_leaves([arguments, named or {}]) if isinstance(x, Tensor)]
+            tensors = leaves_of(Tensor, (arguments, named or {}))
             memory = {storage_id(x) for x in tensors if x.is_meta}
             try:
                 found = function(*arguments, **(named or {}))
@@ -49,7 +49,7 @@ class _Elsewhere:
                     raise
                 found = torch.empty(0)
             # Torch has no error for some reads (2.13: `linear`), and returns unwritten memory.
-            made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and name != "__get__"]
+            made = [] if name == "__get__" else leaves_of(Tensor, found)
             if any(not x.is_meta or storage_id(x) not in memory for x in made):
                 # They refer to the weight, as an error of torch does, and its memory must be free.
                 del found, made

@@ -25,6 +25,7 @@ from ...torch_private import (
     OpOverload,
     TorchDispatchMode,
     disable_dispatch_modes,
+    leaves_of,
     storage_id,
     tree_leaves,
     tree_map,
@@ -299,7 +300,7 @@ class CaptureRecorder(GraphRecorder):
         kwargs = kwargs or {}
         if (device := kwargs.get("device")) is not None and device.type not in ("cpu", "meta"):
             raise RuntimeError(f"{func} makes a tensor on {device.type}")  # `torch_errors` explains it
-        operands = _tensors_of(args, kwargs)
+        operands = leaves_of(Tensor, (args, kwargs))
         has_real = not all(isinstance(value, FakeTensor) for value in operands)
         if has_real and any(value.layout is not torch.strided for value in operands):
             if func._schema.is_mutable or any(isinstance(value, FakeTensor) for value in operands):
@@ -393,13 +394,6 @@ class CaptureRecorder(GraphRecorder):
             written = written_arguments(target, node.args, node.kwargs)
             memory = {storage_of(operand) for operand in written if isinstance(operand, fx.Node)} - {None}
             self._values.update(dict.fromkeys([n for n in self._values if storage_of(n) in memory]))
-
-
-def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors among the arguments of an operation, which are values or lists of values."""
-    arguments = (*args, *kwargs.values())
-    lists = (argument if isinstance(argument, list | tuple) else (argument,) for argument in arguments)
-    return [value for values in lists for value in values if isinstance(value, Tensor)]
 
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:

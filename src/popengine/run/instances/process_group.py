@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import Error
-from ...torch_private import default_store, tree_leaves, tree_map_only
+from ...torch_private import default_store, leaves_of, tree_map_only
 from .connections import Connections, InstancesDiffer, Message, Tag, TorchThread, join_torch_threads
 from .consistency import (
     HEADER,
@@ -175,7 +175,7 @@ class ProcessGroup(Connections):
             file = io.BytesIO()
             torch.save(tree_map_only(Tensor, lambda x: x.to("meta"), plain), file)
             form = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-            values = (value for value in tree_leaves(plain) if isinstance(value, Tensor) and value.numel())
+            values = (value for value in leaves_of(Tensor, plain) if value.numel())
             for value in (torch.tensor([len(form)]), form, *values):
                 memory = value.contiguous().view(-1).view(torch.uint8)
                 sending.append(self.send(memory, peer, Tag.READ))
