@@ -71,8 +71,9 @@ class Piece:
 
     @cached_property
     def values_to_free(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of values to free after each line: neither read later, nor written by the piece."""
-        used = [dict.fromkeys((line.name, *line.operands())) for line in self.lines]
+        """Return the names of values to free before the first line, then after each line: neither read later, nor
+        written by the piece."""
+        used = [self.reads, *(dict.fromkeys((line.name, *line.operands())) for line in self.lines)]
         last = {name: index for index, names in enumerate(used) for name in names}
         last |= dict.fromkeys(self.writes, -1)
         return tuple(tuple(n for n in names if last[n] == index) for index, names in enumerate(used))
@@ -101,23 +102,21 @@ class Piece:
 
     def source_with(self, after: str = "") -> str:
         """Return the source with a text, such as "; tick()", before the first operation and after each one."""
-        *head, cleared = self._head_lines()
-        lines = zip(self.lines, self.values_to_free, strict=True)
-        body = [cleared, *(self._statement(line) + release_text(dying) for line, dying in lines)]
+        head = self._head_lines()
+        statements = ["    values.clear()", *map(self._statement, self.lines)]
+        freed = map(release_text, self.values_to_free)
+        body = (statement + text + after for statement, text in zip(statements, freed, strict=True))
         writes = "".join(name + ", " for name in self.writes)
-        return "\n".join([*head, *(line + after for line in body), f"    return ({writes})"]) + "\n"
+        return "\n".join([*head, *body, f"    return ({writes})"]) + "\n"
 
     def user_line(self, number: int) -> str:
         """Return the user's `file:line` for a line of the source (from 1); "?" if that line has no operation."""
-        index = number - 1 - len(self._head_lines())
+        index = number - 2 - len(self._head_lines())
         return self.lines[index].where if 0 <= index < len(self.lines) else "?"
 
     def _head_lines(self) -> list[str]:
         taken = [*self.reads, "key"] if self.draws else self.reads
-        used = {*self.writes, *(name for line in self.lines for name in line.operands())}
-        unread = [name for name in self.reads if name not in used]
-        head = ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
-        return [*head, "    values.clear()" + release_text(unread)]
+        return ["def piece(values):", f"    {', '.join(taken)}, = values"][: 1 + bool(taken)]
 
     def _statement(self, line: Line) -> str:
         if line.call == GETITEM:

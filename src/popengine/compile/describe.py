@@ -138,11 +138,11 @@ def _operations(plan: Plan, graph: Graph) -> Iterator[Operation]:
         # Inputs that are freed in the piece.
         freed = next((x.names for x in task.instructions if x.kind == "compute"), ())
         made_or_freed = {*freed, *(line.name for line in piece.lines)}
-        read = {name for line in piece.lines for name in line.operands()}
+        dying_first, *dying = piece.values_to_free
         # Of the values that the piece frees or makes: at its begin, then with the result of each line, and after it.
-        changes: list[tuple[Iterable[str], int]] = [(freed, 1), (set(freed) - read - set(piece.writes), -1)]
-        for line, dying in zip(piece.lines, piece.values_to_free, strict=True):
-            changes += [([line.name], 1), (made_or_freed.intersection(dying), -1)]
+        changes: list[tuple[Iterable[str], int]] = [(freed, 1), (made_or_freed.intersection(dying_first), -1)]
+        for line, names in zip(piece.lines, dying, strict=True):
+            changes += [([line.name], 1), (made_or_freed.intersection(names), -1)]
         before, _, *live = _live_bytes(memories, changes)
         for line, held in zip(piece.lines, live[::2], strict=True):
             kind = line.call.split("::")[-1].removeprefix("aten.").removesuffix(".default")
