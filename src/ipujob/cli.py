@@ -104,7 +104,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--real", default="", metavar="NAME,...", help="call the real programs: apt, pip, git, ...")
     add("--keep", action="store_true", help="keep the folder with the workers' homes and logs")
 
-    summary = "print the CRD and the operator: ipujob manifest | kubectl apply -f -"
+    summary = "print the CRD and the operator: ipujob manifest | kubectl create -f -"
     add = command("manifest", print_operator, summary, "--device")
     add("--namespace", default="ipujob-system", help="the operator's namespace")
     add("--image", default="pando:latest", help="a container image with Pando")

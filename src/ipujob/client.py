@@ -120,7 +120,7 @@ def _refused_error(status: int, text: str) -> Refused:
     unknown = ("404 page not found", "could not find the requested resource")
     if status == 404 and any(words in message for words in unknown):
         message = (
-            "the cluster knows no IPUJobs\n  fix: ipujob manifest | kubectl apply -f -, with an administrator's "
+            "the cluster knows no IPUJobs\n  fix: ipujob manifest | kubectl create -f -, with an administrator's "
             "rights; or ipujob render FILE | kubectl apply -f -"
         )
     elif status in (401, 403):

@@ -36,15 +36,20 @@ class Document:
     def kind(self) -> str:
         return str(self.value.get("kind")) if isinstance(self.value, dict) else type(self.value).__name__
 
-    def located_message(self, path: str, message: str, fix: str = "") -> str:
-        """Return "FILE:LINE: message" and the fix. LINE is that of `path`, or of its nearest known parent."""
+    def line(self, path: str) -> int:
+        """Return the line number of `path`, or of its nearest known parent."""
         while path not in self.lines:
             path = re.sub(r"(^|[.\[])[^.\[]*$", "", path)
-        text = f"{self.file}:{self.lines[path]}: {message}"
+        return self.lines[path]
+
+    def located_message(self, path: str, message: str, fix: str = "") -> str:
+        """Return "FILE:LINE: message" and the fix."""
+        text = f"{self.file}:{self.line(path)}: {message}"
         return f"{text}\n  fix: {fix}" if fix else text
 
     def error(self, faults: Iterable[Fault]) -> InputError:
-        return InputError("\n".join(self.located_message(*fault) for fault in faults))
+        ordered = sorted(faults, key=lambda fault: self.line(fault.path))
+        return InputError("\n".join(self.located_message(*fault) for fault in ordered))
 
 
 def read_documents(file: str) -> list[Document]:
@@ -53,7 +58,8 @@ def read_documents(file: str) -> list[Document]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't text"
-        raise InputError(f"{file}: can't be read: {reason}") from None
+        fix = "name a YAML file, or - for standard input"
+        raise InputError(f"{file}: can't be read: {reason}\n  fix: {fix}") from None
     documents = []
     try:
         for node in yaml.compose_all(text, yaml.SafeLoader):

@@ -216,7 +216,12 @@ def job_warnings(job: Job, value: Mapping[str, Any]) -> Iterator[tuple[str, str]
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
 
-_TYPES = {"object": Mapping, "array": list, "string": str, "integer": int}
+_TYPES = {  # Python's types, and what to write
+    "object": (Mapping, "lines of `name: value` below it"),
+    "array": (list, "lines that begin with - below it"),
+    "string": (str, "write it in quotes"),
+    "integer": (int, "a number without quotes, such as 1"),
+}
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 _RENAMED = ("modelReplicas", "ipusPerModelReplica")  # fields of older files
 
@@ -249,7 +254,7 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
     the `faults`: fields that an API server would refuse or drop."""
     before, kind = len(faults), schema.get("type")
     if message := _schema_violation(value, schema):
-        fix = "write it in quotes" if kind == "string" and isinstance(value, (int, float)) else ""
+        fix = _TYPES[kind][1] if message.startswith("must be of type") else ""
         faults.append(Fault(path, f"{path} {message}", fix))
         return None
     if kind == "array":
@@ -258,8 +263,6 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
         return items if len(faults) == before else None
     if kind != "object":
         return value
-    missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-    faults += [Fault(path, f"{child_path(path, key)} is missing") for key in missing]
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     valid = {}
     for key, item in value.items():
@@ -274,6 +277,10 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
             faults.append(Fault(inner, f"{inner} is not a field of an IPUJob{meant}", fix))
         elif item is not None and (part := _drop_invalid(item, allowed, inner, faults)) is not None:
             valid[key] = part
+    missing = [key for key in schema.get("required", ()) if value.get(key) is None]
+    misspelt = "".join(fault.message for fault in faults[before:])
+    unnamed = (key for key in missing if f"did you mean {key!r}?" not in misspelt)
+    faults += [Fault(path, f"{child_path(path, key)} is missing", "add it") for key in unnamed]
     return None if missing and path else valid
 
 
@@ -285,7 +292,7 @@ def _schema_violation(value: Any, schema: dict[str, Any]) -> str:
         most = 999 if "{0,2}" in pattern else 9999
         is_valid = re.search(pattern, str(value))
         return "" if is_valid else f"must be a whole number from 1 to {most}, and is {shown}"
-    if not isinstance(value, _TYPES[kind]) or isinstance(value, bool):
+    if not isinstance(value, _TYPES[kind][0]) or isinstance(value, bool):
         return f"must be of type {kind}, and is {shown}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{shown} is none of {', '.join(schema['enum'])}{did_you_mean(value, schema['enum'])}"

@@ -1,6 +1,7 @@
 """The parser of all commands: each error names the word that was meant, and the help that lists all words."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -10,6 +11,8 @@ from .errors import did_you_mean
 class CommandParser(argparse.ArgumentParser):
     """An argument parser whose errors are "PROGRAM: error: CAUSE", then a fix, with exit code 2."""
 
+    _given = ""  # the words that are parsed
+
     def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
 
@@ -17,6 +20,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
+        self._given = " ".join(args or ())
         found, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
             self.exit_for_unknown_option(unknown[0].partition("=")[0])
@@ -27,6 +31,11 @@ class CommandParser(argparse.ArgumentParser):
     def exit_for_unknown_option(self, name: str) -> NoReturn:
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is int and not re.fullmatch(r"[+-]?\d+", arg_string):
+            self.error(f"{action.option_strings[0]} takes a whole number, such as 4; found {arg_string!r}")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
@@ -36,5 +45,7 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        fix = "" if "\n  fix: " in message else f"\n  fix: see {self.prog} --help"
+        given, missing = self._given, message.partition("arguments are required: ")[2].replace(",", "")
+        whole = f"{self.prog} {given} {missing}" if missing and given else f"see {self.prog} --help"
+        fix = "" if "\n  fix: " in message else f"\n  fix: {whole}"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

@@ -241,20 +241,23 @@ class ProfileError(ValueError):
 def load(path: Path) -> Profile:
     """Return the profile in a file that `Profile.save` wrote. Raise ProfileError if it can't be read."""
 
+    name = "name a profile.pop, or a folder of them"
+
     def fault(what: str, fix: str = "run the program again with profiling on") -> ProfileError:
+        fix = name if what.startswith("is not") else fix
         return ProfileError(f"{path} {what}\n  fix: {fix}")
 
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise fault(f"can't be read: {error.strerror}", "name a profile.pop, or a folder of them") from error
+        raise fault(f"can't be read: {error.strerror}", name) from error
     except UnicodeDecodeError as error:
         raise fault("is not a profile: it isn't text") from error
     except RecursionError as error:
         raise fault("is not a profile: its values are nested too deeply") from error
     except json.JSONDecodeError as error:
-        kind = "is damaged or cut short" if error.doc.lstrip().startswith("{") else "is not a profile"
-        raise fault(f"{kind}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        place = f"is damaged or cut short: line {error.lineno}, column {error.colno}"
+        raise fault(place if error.doc.lstrip().startswith("{") else "is not a profile") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise fault(f"is not a profile: it does not say it is a {FORMAT!r}")
     version = data.get("version")

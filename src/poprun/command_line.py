@@ -46,6 +46,7 @@ class CommandLine:
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # names of given options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
+    after_program: tuple[str, ...] = ()  # names of poprun's options that stand after the program
 
     @property
     def log(self) -> Log:
@@ -91,7 +92,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     options.replicas, options.tags_output = options.num_replicas, options.tag_output or mpi.tag_output
     options.hosts = tuple(host.strip() for host in (options.host or "").split(",") if host.strip())
     options.recorded = tuple(x for x in _RECORDED if getattr(options, x.replace("-", "_")) is not None)
-    options.ignored_mpi = tuple(ignored_mpi)
+    options.ignored_mpi, options.after_program = tuple(ignored_mpi), parser.own_options(program, own)
     return CommandLine(**{field.name: getattr(options, field.name) for field in fields(CommandLine)})
 
 
@@ -107,7 +108,12 @@ _RECORDED = (
     *("num-ilds", "sync-type", "host-subnet", "synchronise-python-venv", "synchronise-poplar-sdk"),
     *("distribute-ssh-key", "offline-mode"),
 )
-_LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "wait_limit": 1}
+_LEAST = {
+    "num_replicas": 1,
+    "num_instances": 1,
+    "ipus_per_replica": 1,
+    "wait_limit": 1,
+}  # of other numbers: 0
 _SWITCHES = {"allow-run-as-root", "reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 _AFTER_OPTIONS = (  # the paragraphs of --help that follow the options
     "Example: poprun --num-instances 2 --num-replicas 2 python3 train.py",
@@ -173,7 +179,7 @@ class _Parser(CommandParser):
             if word == "--":
                 break
             name, equals, value = word.partition("=")
-            action = self._find_option(name) if not re.fullmatch(r"-v+", word) else None
+            action = self._find_option(name, [value, *rest]) if not re.fullmatch(r"-v+", word) else None
             if action is None or action.nargs == 0:  # the option takes no value
                 own.append(word)
             elif action.type is _parse_yes_or_no and not equals:
@@ -191,8 +197,16 @@ class _Parser(CommandParser):
                 own.append(f"{full}{between}{value if equals else rest.pop(0)}")
         return own, rest
 
-    def _find_option(self, name: str) -> argparse.Action:
-        """Return the option `name`, or the only one whose name begins with it; exit if there is none."""
+    def own_options(self, words: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of poprun's options in `words`, without those in `given` and those of most programs."""
+        given = [word.partition("=")[0] for word in (*given, "--help", "--version", "--verbose")]
+        known = self._option_string_actions.keys() - given
+        names = (word.partition("=")[0] for word in words if word.startswith("--"))
+        return tuple(filter(known.__contains__, names))
+
+    def _find_option(self, name: str, following: Sequence[str]) -> argparse.Action:
+        """Return the option `name`, or the only one whose name begins with it; exit if there is none. The words
+        `following` stand after it."""
         known = self._option_string_actions
         if name in known:
             return known[name]
@@ -200,7 +214,8 @@ class _Parser(CommandParser):
         if len({id(known[full]) for full in meant}) == 1:
             return known[meant[0]]
         if name in ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
-            self.error(f"unknown option {name}\n  fix: --num-instances N --num-replicas N")
+            count = next(filter(str.isdigit, following), "N")
+            self.error(f"unknown option {name}\n  fix: --num-instances {count} --num-replicas {count}")
         if meant:
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
         self.exit_for_unknown_option(name)
@@ -226,8 +241,8 @@ class _Parser(CommandParser):
             self.error(f"argument --num-instances: invalid value: {text!r}\n  fix: a number, or 2:8")
         smallest, *largest = map(int, text.split(":"))
         for name, value in {**vars(options), "num_instances": smallest}.items():
-            if name in _LEAST and value is not None and not value >= _LEAST[name]:
-                self.error(f"--{name.replace('_', '-')} must be at least {_LEAST[name]}, got {value:g}")
+            if isinstance(value, int) and value < (least := _LEAST.get(name, 0)):
+                self.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest > most:
             self.error(
@@ -251,7 +266,7 @@ class _Parser(CommandParser):
             )
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)
-            if chosen is not None and not 0 <= chosen < most:
+            if chosen is not None and chosen >= most:
                 self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {most - 1}")
         return possible[0] if fewest else 0, possible[-1]
 

@@ -75,7 +75,9 @@ REFUSED = {
     "several workers need a command in their template": job(
         workers={"replicas": 2}, container={"command": []}
     ),
-    "spec.jobInstances must be of type integer, and is 'one'": job(jobInstances="one"),
+    "must be of type integer, and is 'one'\n  fix: a number without quotes, such as 1": job(
+        jobInstances="one"
+    ),
     "spec.jobInstances is 1001, and must be within 0 to 1000": job(jobInstances=1001),
     "spec.ipusPerJobInstance must be a whole number from 1 to 9999": job(ipusPerJobInstance="four"),
     "spec.cleanPodPolicy 'Some' is none of None, Workers, All": job(cleanPodPolicy="Some"),
@@ -138,12 +140,13 @@ spec:
       spec:
         containers:
         - name: a
+          imag: b
   launcher:
     command: [mpirun, x]
 """)
     assert code == 2
     found = [int(line.split(":")[1]) for line in said.splitlines() if line.startswith("job.yaml")]
-    assert sorted(found) == [4, 6, 7, 8, 11, 15, 17]
+    assert found == [4, 6, 7, 8, 11, 16, 18]  # the image is not missing as well
     assert "replicas stands twice here, first on line 10" in said
 
 
@@ -196,7 +199,8 @@ def test_a_file_that_is_no_yaml_is_refused(check, text, message):
 
 def test_a_file_that_is_not_there_and_standard_input(monkeypatch, capsys):
     assert main(["check", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err == "nowhere.yaml: can't be read: No such file or directory\n"
+    said = "can't be read: No such file or directory\n  fix: name a YAML file, or - for standard input\n"
+    assert capsys.readouterr().err == f"nowhere.yaml: {said}"
     monkeypatch.setattr(sys, "stdin", io.StringIO("--- {kind: Pod}\n"))
     assert main(["check", "-"]) == 2
     assert capsys.readouterr().err.startswith("-:1: kind Pod isn't an IPUJob")

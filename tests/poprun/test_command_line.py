@@ -99,11 +99,13 @@ def test_variables_come_from_here_or_from_the_command_line():
 
 def test_what_has_no_effect_here_is_kept_to_be_said():
     found = request(
-        "--vipu-partition p --remove-partition=no --mpi-global-args '--mca a b --tag-output' python3"
+        "--vipu-partition p --remove-partition=no --mpi-global-args '--mca a b --tag-output' python3 --host x"
+        " --max-restarts=2 --num-replica 1 --tag-output --help"
     )
     assert found.recorded == ("vipu-partition", "remove-partition")
     assert found.ignored_mpi == ("--mca", "a", "b")
     assert found.tags_output
+    assert found.after_program == ("--host", "--max-restarts", "--tag-output")
 
 
 def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
@@ -122,8 +124,10 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("--num-replcas 2 python3", "unknown option --num-replcas; did you mean '--num-replicas'?"),
         ("--num-replicas 4", "the program is missing"),
         ("--num-replicas", "argument --num-replicas: a value is missing"),
-        ("--num-replicas=four python3", "argument --num-replicas: invalid int value: 'four'"),
+        ("--num-replicas=four python3", "--num-replicas takes a whole number, such as 4; found 'four'"),
         ("--wait-limit=0 python3", "--wait-limit must be at least 1, got 0"),
+        ("--max-restarts -1 python3", "--max-restarts must be at least 0, got -1"),
+        ("--instances-per-node=-1 python3", "--instances-per-node must be at least 0, got -1"),
         ("--num-replicas=0 python3", "--num-replicas must be at least 1, got 0"),
         (
             "--num-replicas=4 --num-instances=3 python3",
@@ -131,7 +135,7 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
             "  fix: --num-instances 1 or 2 or 4; or --num-replicas 6, which makes the effective batch larger\n",
         ),
         ("--num-instances=4:2 a", "4:2: the smaller number is first\n  fix: --num-instances 2:4"),
-        ("-np 2 python3", "unknown option -np\n  fix: --num-instances N --num-replicas N"),
+        ("-np 2 python3", "unknown option -np\n  fix: --num-instances 2 --num-replicas 2"),
         (
             "--num-replicas=8 --num-instances=2:8 python3",
             "--num-instances 2:8 needs a folder\n  fix: add --checkpoint-dir DIR",

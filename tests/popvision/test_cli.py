@@ -70,7 +70,7 @@ def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
         (["nosuch/folder"], "'nosuch/folder' is not a command, a folder or a file\n  fix: the folder"),
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
         (["compare"], "the following arguments are required: REPORT, OTHER"),
-        (["report", "--no-browse", "x"], "unknown option --no-browse; did you mean '--no-browser'?"),
+        (["compare", "report4"], "required: OTHER\n  fix: popvision compare report4 OTHER\n"),
         ([], "required: COMMAND\n  fix: see popvision --help"),
     ],
 )
@@ -106,21 +106,7 @@ def test_compare_prints_both_runs_and_says_which_is_better(report, tmp_path, cap
     assert main(["compare", str(report), str(tmp_path / "slow"), "--output", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
     step = next(line for line in lines if line.startswith("a step on these cores, per row"))
-    assert step.split() == [
-        "a",
-        "step",
-        "on",
-        "these",
-        "cores,",
-        "per",
-        "row",
-        "3",
-        "ms",
-        "✓",
-        "6",
-        "ms",
-        "2.00",
-    ]
+    assert " ".join(step.split()) == "a step on these cores, per row 3 ms ✓ 6 ms 2.00"
     assert '"better":"first"' in page.read_text()
 
 
@@ -144,12 +130,6 @@ def test_a_damaged_profile_is_an_error_in_words(command, report, capsys):
     path.write_text(path.read_text()[:500])
     assert main([*command, str(report)]) == 1
     assert "is damaged or cut short" in capsys.readouterr().err
-
-
-def test_a_deeply_nested_file_is_no_profile(tmp_path, capsys):
-    (tmp_path / "profile.pop").write_text("[" * 100_000)
-    assert main([str(tmp_path / "profile.pop")]) == 1
-    assert "is not a profile: its values are nested too deeply" in capsys.readouterr().err
 
 
 def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_path, capsys):
