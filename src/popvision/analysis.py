@@ -15,7 +15,8 @@ from .units import cores_text, rate_text, seconds_text, share_text, size_text
 
 class Figure(NamedTuple):
     """The declaration of a figure, which the page, the summary and a comparison of two runs read. Its value is the
-    attribute `name` of `Figures`. Of two rates the larger one is better, of all other figures the smaller one."""
+    attribute `name` of `Figures`. Of two rates the larger one is better, of all other figures but `OTHERS` the smaller
+    one."""
 
     name: str
     words: str
@@ -24,6 +25,7 @@ class Figure(NamedTuple):
     rows: str = ""  # the attribute with the rows of the batch by which a comparison divides the value
 
 
+OTHERS = "cores used by other programs"
 FIGURES = (
     Figure("bubble_apart", "bubble of separate devices", share_text, "bubble"),
     Figure("bubble_measured", "measured bubble", share_text, "bubble"),
@@ -31,7 +33,7 @@ FIGURES = (
     Figure("step_apart", "a step on separate devices", seconds_text, "apart", "replica_rows"),
     Figure("step_seconds", "a step on these cores", seconds_text, "here", "step_rows"),
     Figure("step_here", "a step without waits", seconds_text, "here", "step_rows"),
-    Figure("others_share", "cores used by other programs", share_text, "here"),
+    Figure("others_share", OTHERS, share_text, "here"),
     Figure("idle_here", "time without a ready task", share_text, "here"),
     Figure("samples_per_second", "throughput", rate_text, "throughput"),
     Figure("samples_per_second_overall", "throughput with the time between calls", rate_text, "throughput"),
@@ -203,7 +205,7 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
         spread, ratio, better = steady if text in (seconds_text, rate_text) else 0.0, None, ""
         if one is not None and other is not None:
             ratio = other / one if one else None
-            if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)):
+            if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)) and name != OTHERS:
                 better = "second" if (other > one) == (text is rate_text) else "first"
         rows.append(Row(name, text(one), text(other), ratio, spread, better))
     return rows

@@ -38,15 +38,16 @@ function traceView(entry, page) {
         search, found, make("span", { class: "spring" }), page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
         make("span", { class: "group" }, button("−", "Zoom out", () => trace.zoom(1 / 0.6)), button("+", "Zoom in", () => trace.zoom(0.6)))),
       trace.said, map, trace.canvas, traceLegend(trace), pinned, totals, table.element),
-    make("p", { class: "hint help" }, "Ctrl + wheel zooms, drag pans, Shift + drag (or ", make("kbd", {}, "["), " and ", make("kbd", {}, "]"), " at events) selects a range, a click pins an event. ", ...["W", "A", "S", "D", "←", "→", "+", "−", "↑", "↓", ",", ".", "Enter", "Esc"].flatMap((key) => [make("kbd", {}, key), " "]),
-      " A double click, or Enter, lists an event's operations."));
+    make("p", { class: "hint help" }, HELP.split("`").map((part, i) => (i % 2 ? make("kbd", {}, part) : part))));
 }
+
+const HELP = "Ctrl + wheel zooms, drag pans, Shift + drag (or `[` and `]` at events) selects a range, a click pins an event, and a double click (or `Enter`) lists its operations. `W` `+` zoom in, `S` `−` out; `A` `←` and `D` `→` pan; `↑` `↓` go to another row, `,` `.` to another event; `Esc` ends the selection.";
 
 function traceLegend(trace) {
   const { profile, on, lanes } = trace;
   const all = profile.facts.schedule_micro_batches, drawn = lanes.reduce((most, lane) => lane.batch.reduce((a, b) => Math.max(a, b + 1), most), 0);
   const names = legend([...phasesOf(profile).map((phase) => [PHASES[phase], phaseColour(phase)]), ["weight update", `repeating-linear-gradient(135deg,${UPDATE} 0 3px,#c3ccd6 3px 4px)`], ["sums and others", OTHER], ["waiting", "var(--lane)"]]);
-  if (trace.shades) names.append(make("span", {}, "lighter: a later stage"));
+  names.append(make("span", {}, trace.shades ? "F1.0: stage 1, micro-batch 0; lighter: a later stage" : "F0: micro-batch 0"));
   if (on === "devices" && profile.schedule.rows.length) names.append(make("label", {}, make("input", { type: "checkbox", onchange: (event) => trace.showOrder(event.target.checked) }), " under each row the order of the schedule"));
   return on === "devices" && drawn < all ? make("div", {}, names, make("p", { class: "hint", style: { marginTop: "8px" } }, `Only the first ${drawn} of ${all} micro-batches are drawn, and the updates after them.`)) : names;
 }

@@ -1,8 +1,8 @@
 // Operations and blocks: what each costs; a table that sorts, searches and leads to the trace.
 
 /** A table whose headers sort. `columns`: name, value(row) to sort by, cell(row) to show, right-aligned; `sum(rows)`: what to say of those that were found. */
-function sortable(columns, data, { sort, onrow = null, id, sum = () => "" }) {
-  let by = sort, down = true, shown = 300, query = "";
+function sortable(columns, data, { sort, down = true, onrow = null, id, sum = () => "" }) {
+  let by = sort, shown = 300, query = "";
   const body = make("tbody"), count = make("span", { class: "hint", "aria-live": "polite" });
   const heads = columns.map((column, i) => make("th", { class: column.right ? "right" : "", scope: "col" },
     make("button", { type: "button", onclick: () => { down = by === i ? !down : column.right; by = i; fill(); } }, column.name)));
@@ -112,10 +112,11 @@ function operationsView(entry, page) {
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
   const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => (page.state.rows === "module" ? switcher.children[names.indexOf("operation")].click() : show(page.state.rows)) });
   const hint = make("span", { class: "hint help" }, "Click a row to see it in the trace.");
+  const flops = make("span", {}, "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.");
   function show(name) {
     const way = ways[name];
     holder.replaceChildren(way.element); counts.replaceChildren(way.count);
-    hint.hidden = way === ways.module;
+    hint.hidden = flops.hidden = way === ways.module;
     way.search(search.value);
     page.note({ rows: name, search: search.value });
   }
@@ -123,10 +124,10 @@ function operationsView(entry, page) {
   const first = ways[page.state.rows] ? page.state.rows : search.value ? "operation" : "module"; // a search is in operations
   const switcher = choice("Rows", names.map((name) => `by ${name}`), names.indexOf(first), (i) => show(names[i]));
   show(first);
-  const step = entry.profile.facts.detailed_step, flops = "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.";
-  const times = `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}.`;
+  const step = entry.profile.facts.detailed_step;
+  const times = `Times of a step\u2019s micro-batches together, which add up to their stages; an operation\u2019s share was measured on replica 0 in step ${step[1]} of call ${step[0]}. `;
   return make("section", { class: "card" },
     make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "Operations"), switcher, search, counts, make("span", { class: "spring" }), hint),
     holder,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, `${times} ${flops}`));
+    make("p", { class: "hint", style: { marginTop: "10px" } }, times, flops));
 }

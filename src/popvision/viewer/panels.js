@@ -92,7 +92,7 @@ function hostView(entry) {
     { name: "call", right: true, value: (row) => row.call, cell: (row) => String(row.call) },
     { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
-  ], gaps.map((row) => ({ ...row, search: "" })), { sort: 2, id: "calls" });
+  ], gaps.map((row) => ({ ...row, search: "" })), { sort: 0, down: false, id: "calls" });
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
     make("p", { class: "hint", style: { marginTop: "10px" } }, "The host's row stands above the cores in the trace, on the same clock."),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
@@ -161,6 +161,8 @@ function align(traces) {
   traces.forEach((trace, i) => {
     const ratio = ends[i] / ends[1 - i];
     trace.mark = { time: origin(trace) + ends[1 - i], text: `the other ends here, ${units.time(Math.abs(ends[0] - ends[1]))} ${ratio > 1 ? "earlier" : "later"}` };
+    trace.top += 18; // for the mark's text, below the axis
+    trace.showOrder(false);
   });
   a.show([origin(a) - 0.02 * span, origin(a) + 0.98 * span]);
 }

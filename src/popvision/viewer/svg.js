@@ -14,7 +14,7 @@ class SvgContext {
   }
 
   fillRect(x, y, width, height) { this.element("rect", { x, y, width, height, fill: this.fillStyle, opacity: this.globalAlpha < 1 ? this.globalAlpha : null }); }
-  fillText(text, x, y) { this.element("text", { x, y, fill: this.fillStyle, "dominant-baseline": "central" }, text); }
+  fillText(text, x, y, textLength) { this.element("text", { x, y, textLength, lengthAdjust: textLength && "spacingAndGlyphs", fill: this.fillStyle, "dominant-baseline": "central" }, text); }
   measureText(text) { this.ruler.font = this.font; return this.ruler.measureText(text); }
   createPattern() { return "url(#hatch)"; }
 

@@ -208,12 +208,12 @@ class TracePicture {
     }
   }
 
-  /** Phase and micro-batch in the middle of a bar, if the bar is wide enough. */
+  /** Phase and micro-batch in the middle of a bar, if the bar is wide enough; narrower letters in a narrow bar. */
   drawLabel(context, label, ink, x, end, y) {
-    const wide = end - x < 14 ? Infinity : context.measureText(label).width; // measuring 100,000 narrow bars takes long
-    if (wide + 4 > end - x) return;
+    const wide = end - x < 12 ? Infinity : context.measureText(label).width, fitting = Math.min(wide, end - x - 3); // measuring 100,000 narrow bars takes long
+    if (fitting < 0.7 * wide) return;
     context.fillStyle = ink;
-    context.fillText(label, (x + end - wide) / 2, y);
+    context.fillText(label, (x + end - fitting) / 2, y, fitting < wide ? fitting : undefined);
   }
 
   hatch(context) {

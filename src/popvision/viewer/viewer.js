@@ -59,7 +59,7 @@ const page = {
       if (chosen) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     main.setAttribute("aria-labelledby", `tab-${page.view}`);
-    document.getElementById("about").textContent = entry && entry.profile ? about(entry.profile) : "";
+    document.getElementById("about").replaceChildren(...(entry && entry.profile ? about(entry.profile) : "").split(" · ").flatMap((part, i) => [i ? " · " : "", make("span", { style: { whiteSpace: "nowrap" } }, part)]));
     if (!entry) main.replaceChildren(emptyCard("No profile", "This page was made of nothing: run a program with profiling on."));
     else if (entry.error && page.view !== "compare") main.replaceChildren(make("p", { class: "fault", role: "alert" }, entry.error));
     else main.replaceChildren(VIEWS.find(([name]) => name === page.view)[2](entry, page));
