@@ -19,7 +19,7 @@ R = TypeVar("R")
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 # Tracebacks leave out the frames of these packages.
 _PACKAGES = ("poptorch", "popengine", "popdist", "popvision")
-_INTERNAL = (*_PACKAGES, "torch", "contextlib", "pathlib")
+_INTERNAL = (*_PACKAGES, "torch", "concurrent", "contextlib", "json", "pathlib")
 _wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`
 
 
@@ -116,8 +116,11 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, TypeError) and example and not _fits(function, args, kwargs):
-                error.add_note(f"  fix: {example[1]}")
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            name = unknown[1] if unknown and unknown[1] in kwargs else ""
+            if isinstance(error, TypeError) and example and (name or not _fits(function, args, kwargs)):
+                meant = did_you_mean(name, inspect.signature(function).parameters) if name else ""
+                error.add_note(f"  fix: {example[1]}{meant}")
             hide_internal_frames(error)
             raise
 

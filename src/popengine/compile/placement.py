@@ -4,10 +4,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any
 
 from ..errors import PartitionError, did_you_mean
-from ..ir import Visit
+from ..ir import Graph, Visit
 from ..order import order_named
 from ..settings import Settings, Strategy
 
@@ -135,17 +136,17 @@ def _named_ipu(visit: Visit, number: int, strategy: Strategy) -> int | None:
     return stage.ipu if stage and stage.ipu is not None else visit.ipu
 
 
-def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], settings: Settings) -> Settings:
+def sharded_if_too_few_micro_batches(graph: Graph, used: set[int], settings: Settings) -> Settings:
     """Return the settings, with the order "sharded" for too few micro-batches if `or_sharded`; else raise an error."""
     strategy, training = settings.strategy, settings.training
-    placement = place_blocks(visits, used | {*range(1, len(visits))}, strategy)
+    placement = place_blocks(graph.visits, used | {*range(1, len(graph.visits))}, strategy)
     # By PopTorch's rule a forward begins on ipu 0.
     forward = 1 + sum(ipu != following for ipu, following in pairwise([0, *placement.ipus]))
     needed = 2 * forward - 1 if training else forward  # fill a pipeline
     given = settings.counts.accumulation if training else settings.counts.iterations
     if forward == 1 or given >= needed or not order_named(strategy.order).overlaps:
         if training:
-            _check_layout(place_blocks(visits, used, strategy).ipus, strategy.order)
+            _check_layout(place_blocks(graph.visits, used, strategy).ipus, strategy.order)
         return settings
     option = "Training.gradientAccumulation" if training else "deviceIterations"
     if strategy.or_sharded:
@@ -153,11 +154,14 @@ def sharded_if_too_few_micro_batches(visits: Sequence[Visit], used: set[int], se
         logger.info(said, option, given, needed)
         return replace(settings, strategy=replace(strategy, order="sharded"))
     more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
+    rows = given * gcd(*(slot.shape[0] for slot in graph.slots if slot.role == "input" and slot.shape))
+    fitting = next((count for count in range(needed, rows + 1) if rows % count == 0), needed)
     raise PartitionError(
         f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"
         f" stages ({needed}) when poptorch.PipelinedExecution is used{more}\n"
         "  why: with fewer micro-batches the pipeline is never full\n"
-        f"  fix: options.{option}({needed}), or poptorch.ShardedExecution, which has no such rule"
+        f"  fix: options.{option}({fitting}); or options.setExecutionStrategy(poptorch.ShardedExecution()), which has"
+        " no such rule"
     )
 
 

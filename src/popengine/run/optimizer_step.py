@@ -136,7 +136,8 @@ def warn_of_a_step(optimizer: Any, *_: Any) -> None:
     if optimizer not in _warned and all(p.grad is None for g in optimizer.param_groups for p in g["params"]):
         _warned.add(optimizer)
         logger.warning(
-            "%s.step() did nothing: each call of the executor has updated the weights\n  fix: leave step() out",
+            "%s.step() did nothing: each call of the executor has updated the weights\n  fix: leave step() out;"
+            " clip_grad_norm_ does nothing either: set optimizer.max_grad_norm",
             type(optimizer).__name__,
         )
 

@@ -35,7 +35,9 @@ def _checked(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int |
         raise Error(
             f"the user_id of a block is a string; found {user_id}\n  fix: for an ipu write ipu_id={user_id}"
         )
-    return user_id, None if ipu_id is None else checked("the ipu_id of a block", ipu_id, int, Error, least=0)
+    return user_id, None if ipu_id is None else checked(
+        "the ipu_id of a block", ipu_id, int, Error, least=0, fix=f"ipu_id={str(ipu_id).strip('-')}"
+    )
 
 
 class _BlockClass(type):

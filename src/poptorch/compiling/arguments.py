@@ -233,7 +233,10 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
     """Raise AssertionError unless each tensor holds whole micro-batches, and Error for an empty tensor."""
     for path, tensor in call.named_tensors.items():
         if tensor.numel() == 0:
-            raise Error(f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})")
+            raise Error(
+                f"Zero-sized tensors are unsupported (Got shape {tuple(tensor.shape)} for {path})\n"
+                f"  fix: leave such a batch out: if {path}.numel():"
+            )
         rows = tensor.shape[0] if tensor.dim() else 1
         below = rows - rows % counts.product
         near = f"{below} or {below + counts.product}" if below else f"{counts.product}"

@@ -41,8 +41,8 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
     """Draw a progress bar, log each pass's time, and name the failed pass in an error. Yields a function, to
     be called with the name of each finished pass; `times` gets each pass's seconds."""
     since = time.perf_counter()
-    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
-    with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, bar_format=layout) as bar:
+    layout = {"bar_format": "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]", "leave": False}
+    with tqdm(total=len(_PASSES), desc="Graph compilation", disable=not shown, **layout) as bar:
 
         def done(name: str) -> None:
             """Note the time since the previous pass as that of pass `name`, log it, and move the bar."""
@@ -54,6 +54,7 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
 
         try:
             yield done
+            bar.leave = True  # else it disappears
             each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
             logger.info("compiled in %.2f s: %s", sum(times.values()), each)
         except (CaptureError, PartitionError) as error:  # the message stays as it is

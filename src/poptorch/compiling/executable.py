@@ -218,7 +218,7 @@ def compile_model(
     if settings.strategy.auto == "balance":
         samples, values = first_micro_batches(run.call, run.counts, inputs.has_float64), weights_of(model)
         settings = with_balanced_stages(graph, settings, values, samples, together=not is_plan_only)
-    settings = sharded_if_too_few_micro_batches(graph.visits, visits_with_operations(graph), settings)
+    settings = sharded_if_too_few_micro_batches(graph, visits_with_operations(graph), settings)
     plan = compile_graph(graph, settings, done)
     compilation_log.check_hardware_rules(plan, settings)
     return replace(new, plan=plan, settings=settings, inputs=inputs, key=run.key, weights=weights)

@@ -128,10 +128,15 @@ def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
             value = None
             break
     if not isinstance(value, Tensor) or not is_traced(value) or not value.is_floating_point():
+        items = dict(enumerate(returned)) if isinstance(returned, tuple | list) else returned
+        items = items if isinstance(items, Mapping) else {}
+        losses = [key for key, each in items.items() if isinstance(each, Tensor) and _is_loss_candidate(each)]
+        size = f" of {len(items)}" if items else ""
+        fix = " or ".join(f"loss={key!r}" for key in losses)
         raise CaptureError(
             f"the loss is to be the output {name!r} of forward, and that is"
             f" {'no output' if value is None else f'no computed floating point tensor: {type(value).__name__}'}\n"
-            f"  at {where}, which returns {type(returned).__name__}\n"
-            "  fix: a key or an attribute of what forward returns, or a place in its tuple; nested ones with dots"
+            f"  at {where}, which returns a {type(returned).__name__}{size}\n"
+            f"  fix: {fix or 'a key or an attribute of what forward returns, or a place; nested ones with dots'}"
         )
     return value

@@ -61,6 +61,7 @@ def record_loaded(batch: Any, loaded: LoadedBatch) -> None:
     loaded_batches.update(dict.fromkeys(tensors_of(batch), loaded))
 
 
+@without_internal_frames
 class DataLoader(torch.utils.data.DataLoader):
     """A loader of combined batches, each with the rows of all micro-batches of one call of an executor.
 
@@ -91,7 +92,6 @@ class DataLoader(torch.utils.data.DataLoader):
     mode: DataLoaderMode
     drops_last: bool  # leaves out an incomplete combined batch; torch's `drop_last` is of torch's own batches
 
-    @without_internal_frames
     def __init__(
         self,
         options: Options,
@@ -116,9 +116,9 @@ class DataLoader(torch.utils.data.DataLoader):
             )
         if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise DataError(
-                f"the dataset is a {type(dataset).__name__}, which can't be indexed, and no IterableDataset\n"
-                "  why: a generator ends after one epoch, and can't be read by several processes\n"
-                "  fix: list(dataset), or a subclass of IterableDataset whose __iter__ makes the generator"
+                f"the dataset is of type {type(dataset).__name__}, which can't be indexed, and no IterableDataset\n"
+                "  fix: a dataset such as torch.utils.data.TensorDataset(images, labels); of a generator, which ends"
+                " after one epoch, list(dataset), or an IterableDataset whose __iter__ makes it"
             )
         options._freeze()
         self._save_arguments({**locals(), **kwargs})

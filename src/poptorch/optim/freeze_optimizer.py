@@ -32,10 +32,13 @@ def _check_step(optimizer: Any) -> None:
     """Raise AssertionError if an object is no optimizer, or its `step()` needs more than one gradient, or a sparse one,
     and Error if it lacks what executors read."""
     if not isinstance(optimizer, torch.optim.Optimizer):
+        kind, example = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "torch.optim.SGD"
+        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            kind, example = "a class", optimizer.__name__
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
-            f" torch.optim.Optimizer; this one is {type(optimizer).__module__}.{type(optimizer).__qualname__}\n"
-            "  fix: an optimizer of the model's parameters, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+            f" torch.optim.Optimizer; this one is {kind}\n"
+            f"  fix: make an object: {example}(model.parameters(), lr=0.1)"
         )
     if lacking := [name for name in ("param_groups", "state") if not hasattr(optimizer, name)]:
         raise Error(
@@ -208,8 +211,8 @@ def unexpected_names(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield (description, names) of attributes, defaults and keys of groups that are not `known` and that no class
     declares; add them. All of a description that is not known are accepted."""
-    # Keys of SGD and LAMB, a bound that any optimizer may have, and a key of torch's load_state_dict.
-    expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable"}
+    # Keys of SGD and LAMB, a bound that any optimizer may have, and keys of torch's load_state_dict and schedulers.
+    expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable", "initial_lr"}
     # A scheduler replaces the method `step`, to count its calls.
     is_expected = {"step": callable(optimizer.step)}
     attributes = {name for name in vars(optimizer) if not (name[0] == "_" or is_expected.get(name))}

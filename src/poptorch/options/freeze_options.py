@@ -134,4 +134,5 @@ def _has_list(options: Options) -> bool:
 def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
     """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`."""
     name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
-    return checked(f"the environment variable {variable}", name, known, Error)
+    fix = f"{variable}={' or '.join(known)}"
+    return checked(f"the environment variable {variable}", name, known, Error, fix=fix)

@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import pprint
+import re
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -178,12 +179,16 @@ class OptionsDict:
 
     def _checked_value(self, name: str, value: Any) -> Any:
         expected = type(vars(self).get(name, value))
+        number = value if str(value).strip("0").isdigit() else 1
+        setter = re.sub("_(.)", lambda letter: letter[1].upper(), name)
+        fix = f"\n  fix: {self._path}.{setter}({number})" if name in _POSITIVE else ""
         if not isinstance(value, expected):
             raise AssertionError(
-                f"Unexpected type {type(value).__name__} for option {name}: {value!r}. Expected {expected.__name__}"
+                f"Unexpected type {type(value).__name__} for option {name}: {value!r}."
+                f" Expected {expected.__name__}{fix}"
             )
         if name in _POSITIVE and value <= 0:
-            raise AssertionError(f"Option {name} must be 1 or more; found {value}")
+            raise AssertionError(f"Option {name} must be 1 or more; found {value}{fix}")
         # With ints in place of enum members, equal options print equally.
         return int(value) if expected is int and isinstance(value, IntEnum) else value
 

@@ -12,7 +12,7 @@ import torch
 
 from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.checks import checked
-from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict
 
@@ -83,9 +83,11 @@ class ExecutionOptions(OptionsDict):
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
         """Set which blocks form a stage, and in which order the stages run (default: `PipelinedExecution()`)."""
         if not isinstance(strategy, ExecutionStrategy):
+            name = getattr(strategy, "__name__", "PipelinedExecution")
+            argument = f"poptorch.AutoStage.{strategy.name}" if isinstance(strategy, AutoStage) else ""
             raise AssertionError(
-                "setExecutionStrategy takes a strategy, such as poptorch.PipelinedExecution(...); an AutoStage "
-                f"goes into one: poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu). Found {strategy!r}"
+                f"setExecutionStrategy takes a strategy; found {strategy!r}\n"
+                f"  fix: options.setExecutionStrategy(poptorch.{name}({argument}))"
             )
         self._execution_strategy = strategy
         return self
@@ -243,7 +245,7 @@ class DeviceOptions(OptionsDict):
         POPTORCH_DEVICE."""
         for name in (kind if isinstance(kind, list) else ()) or [kind]:
             if name is kind or not re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?", str(name)):
-                checked("device", name, DEVICES)
+                checked("device", name, DEVICES, fix='options.device("cuda")')
         return self.createOrSet(device_kind=kind)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
@@ -321,7 +323,8 @@ class ReportingOptions(OptionsDict):
         """Write a report page, `report.html`, into the folder `profile_dir` (default: the current directory), and a
         profile into a folder in it. This folder has the name of the model (`modelName`), else "training" or
         "inference"."""
-        directory = os.fspath("." if profile_dir is None else profile_dir)
+        given, fix = "." if profile_dir is None else profile_dir, 'options.enableProfiling("report")'
+        directory = os.fspath(checked("enableProfiling", given, str | os.PathLike, TypeError, fix=fix))
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         if clash := ", ".join(sorted(wanted.keys() & _engine_options_of_environment().keys())):
             logger.warning("POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", clash)

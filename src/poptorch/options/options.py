@@ -73,7 +73,8 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             try:
                 self.from_json(defaults)
             except Exception as error:
-                error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
+                where = f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}"
+                error.add_note(f"{where}\n  fix: POPTORCH_DEFAULT_OPTIONS='{{\"deviceIterations\": 4}}'")
                 raise
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:

@@ -32,8 +32,9 @@ def check_arguments(
     for name, value, is_right, needed in checks:
         if not is_right:
             raise Error(
-                f"compare: {name} is of type {type(value).__name__}, and must be {needed}: {value!r:.60}\n"
-                "  fix: compare(model, options, batch, optimizer, update=...), where a batch is one tuple"
+                f"compare: {name} is of type {type(value).__name__}, and must be {needed}\n  fix: "
+                f"compare({'trainer.' * hasattr(value, 'destroy')}model, options, batch, optimizer, update=...), where"
+                " a batch is one tuple"
             )
     if options is not None and micro_batches is not None:
         raise Error("compare: options have a number of micro-batches\n  fix: leave out micro_batches")

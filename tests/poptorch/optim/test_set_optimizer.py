@@ -154,7 +154,7 @@ def test_unexpected_attributes_are_reported_once(caplog):
     assert caplog.messages == [
         "Ignoring unexpected optimizer attribute in SGD2 optimizer: ['mine']",
         "Ignoring unexpected default group variable in SGD2 optimizer: ['other']",
-        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['initial_lr', 'x']",
+        "Ignoring unexpected group 0 attribute in SGD2 optimizer: ['x']",
     ]
 
 

@@ -48,7 +48,7 @@ def test_assignment_checks_like_a_setter():
     options = Options()
     options.device_iterations = 5
     assert options.device_iterations == 5
-    with pytest.raises(AssertionError, match=r"Unexpected type str .* Expected int"):
+    with pytest.raises(AssertionError, match=r"Expected int\n  fix: options.deviceIterations\(5\)"):
         options.device_iterations = "5"
     with pytest.raises(
         AssertionError, match=r"Invalid option devise_iterations, valid options are .*device_it"

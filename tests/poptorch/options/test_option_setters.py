@@ -65,7 +65,9 @@ def test_an_auto_stage_must_be_wrapped_in_a_strategy():
     strategy = ShardedExecution(AutoStage.AutoIncrement)
     assert Options().setExecutionStrategy(strategy)._execution_strategy is strategy
     for wrong in (AutoStage.AutoIncrement, PipelinedExecution, "pipelined"):
-        with pytest.raises(AssertionError, match="setExecutionStrategy takes a strategy"):
+        with pytest.raises(
+            AssertionError, match=r"fix: .*\(poptorch.PipelinedExecution\((poptorch.Auto.*)?\)\)"
+        ):
             Options().setExecutionStrategy(wrong)
 
 

@@ -167,4 +167,4 @@ def test_default_options_come_from_the_environment_last(monkeypatch):
     monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", "{")
     with pytest.raises(ValueError) as error:
         Options()
-    assert "POPTORCH_DEFAULT_OPTIONS" in error.value.__notes__[0]
+    assert error.value.__notes__[0].endswith("fix: POPTORCH_DEFAULT_OPTIONS='{\"deviceIterations\": 4}'")

@@ -35,7 +35,7 @@ def test_gradients_are_accumulated_once_and_averaged_by_default():
     assert training.gradient_accumulation == 1
     assert training.accumulation_and_replication_reduction_type == ReductionType.Mean
     assert training.mean_accumulation_and_replication_reduction_strategy == MeanReductionStrategy.Post
-    with pytest.raises(AssertionError, match="must be 1 or more"):
+    with pytest.raises(AssertionError, match=r"found 0\n  fix: options.Training.gradientAccumulation\(1\)"):
         training.gradientAccumulation(0)
 
 

@@ -67,15 +67,20 @@ def describe_differences(
         )
     sections = dict.fromkeys(section for of_instance in fingerprints for section in of_instance)
     # The first section that differs may be the cause of differences in later sections.
-    lines = next(filter(None, (_differing_lines(section, fingerprints, ranks) for section in sections)))
+    found = ((section, _differing_lines(section, fingerprints, ranks)) for section in sections)
+    section, lines = next(each for each in found if each[1])
+    fix = (
+        "torch.manual_seed(0) in the first line of the program"
+        if section == "seed"
+        else "run the same program with the same options in all; popdist.collectives.broadcast(model.state_dict())"
+        " makes the first weights equal; load and write weights and optimizer state in all instances, after"
+        " copyWeightsToHost() with functions that skip meta tensors"
+    )
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
         + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *more])
-        + "  nothing has changed in any instance\n"
-        "  fix: run the same program with the same options in all; torch.manual_seed(...) before the model is built,"
-        " or popdist.collectives.broadcast(model.state_dict()), makes the first weights equal; load and write weights"
-        " and optimizer state in all instances, after copyWeightsToHost() with functions that skip meta tensors"
+        + f"  nothing has changed in any instance\n  fix: {fix}"
     )
 
 
