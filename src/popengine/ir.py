@@ -160,7 +160,7 @@ class Plan:
     tasks: tuple[Task, ...]
     micro_batches: int  # per step and replica
     order: str  # a key of `popengine.order.ORDERS`
-    state: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
+    slots_of: dict[int, tuple[str, ...]]  # the slots that each ipu reads or updates in every step
     # Of each ipu, of replica 0 if replicas are on several devices; {}: all ipus are at one place.
     places: dict[int, Place] = field(default_factory=dict)
     shifts: tuple[int, ...] = ()  # of replicas on several devices: `Settings.shifts`
@@ -174,13 +174,13 @@ class Plan:
         """Return whether a row runs at another place than `place`. Rows without an ipu run at each place."""
         return self.places.get(self.tasks[row].ipu, place) != place
 
-    def state_at(self, place: Place) -> dict[int, tuple[str, ...]]:
+    def slots_at(self, place: Place) -> dict[int, tuple[str, ...]]:
         """Return the slots of each ipu at a place."""
-        return {ipu: names for ipu, names in self.state.items() if self.places.get(ipu, place) == place}
+        return {ipu: names for ipu, names in self.slots_of.items() if self.places.get(ipu, place) == place}
 
     def holders(self) -> dict[str, int]:
         """Return the process (in the replica) that holds each parameter and buffer, by canonical name; {} if all
         processes of a replica run this plan alone."""
-        process_of = {name: self.places[ipu].process for ipu in self.places for name in self.state[ipu]}
+        process_of = {name: self.places[ipu].process for ipu in self.places for name in self.slots_of[ipu]}
         slots = self.partition.signature.parameters_and_buffers
         return {slot.key: process_of[slot.name] for slot in slots if slot.name in process_of}

@@ -27,9 +27,9 @@ def copies_at(plan: Plan, place: Place) -> set[str]:
     """Return the names of the slots that a place has, and that an earlier ipu has on another device of the process: the
     place has copies of these weights, which are written before each call."""
     homes: dict[str, Place] = {}
-    for ipu, names in plan.state.items():
+    for ipu, names in plan.slots_of.items():
         homes = {**dict.fromkeys(names, plan.places.get(ipu, place)), **homes}
-    here = {name for names in plan.state_at(place).values() for name in names}
+    here = {name for names in plan.slots_at(place).values() for name in names}
     return {name for name in here if homes[name].process == place.process and homes[name] != place}
 
 

@@ -151,7 +151,7 @@ def _joined_devices(engine: Engine) -> dict[str, Any]:
         str(core.number): (core.lane, f"{states[core.lane].device}.{core.index}")
         for core in engine.queue.cores
     }
-    parts = [(str(s.device), [*engine.plan.state_at(s.where.place)], [*s.where.replicas]) for s in states]
+    parts = [(str(s.device), [*engine.plan.slots_at(s.where.place)], [*s.where.replicas]) for s in states]
     return {"joined": {"cores": cores, "one_clock": True, "missing": [], "devices": parts}}
 
 

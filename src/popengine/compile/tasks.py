@@ -67,7 +67,7 @@ class _TableWriter:
                 if not partition.is_of_micro_batch(name, i) and self.holder.get(name) != ipu:
                     (self.borrowed if name in self.holder else held)[ipu].add(name)
         slots = [slot.name for slot in signature.slots]
-        self.state = {ipu: tuple(n for n in slots if n in names) for ipu, names in held.items()}
+        self.slots = {ipu: tuple(n for n in slots if n in names) for ipu, names in held.items()}
         # By name and place, the first ipu that keeps a changed buffer's next value, for itself or other ipus.
         kept = [(n, ipu) for ipu in ipus for n in (held[ipu] | self.borrowed[ipu]) - self.fixed]
         self.keeper = {(name, self.place[ipu]): ipu for name, ipu in reversed(kept)}
@@ -103,7 +103,7 @@ class _TableWriter:
         counts, order = self.settings.counts, self.settings.strategy.order
         micro_batches = counts.accumulation if self.settings.training else counts.iterations
         places = self.place if len(self.places) > 1 else {}
-        return Plan(self.partition, tuple(self.rows), micro_batches, order, self.state, places, self.shifts)
+        return Plan(self.partition, tuple(self.rows), micro_batches, order, self.slots, places, self.shifts)
 
     def _append(self, task: Task, uses: Iterable[str] = ()) -> int:
         """Append a row, and return its index. `uses`: the values of a micro-batch that the row makes or reads."""
@@ -125,11 +125,11 @@ class _TableWriter:
 
     def _add_weights(self) -> None:
         """Append the rows that bring weights to ipus that read those of another ipu: one message to each place."""
-        for source, held in self.state.items():
+        for source, held in self.slots.items():
             for place in self.places:
                 reads = {
                     ipu: names
-                    for ipu in self.state
+                    for ipu in self.slots
                     if ipu != source
                     and self.place[ipu] == place
                     and (names := tuple(n for n in held if n in self.borrowed[ipu]))
@@ -179,7 +179,7 @@ class _TableWriter:
     def _hand_on(self, names: Iterable[str], ipu: int, channel: str) -> list[Instruction]:
         """Return the instructions by which an ipu sends values to the ipus of its place that read them."""
         found = []
-        for other in self.state:
+        for other in self.slots:
             read = tuple(name for name in names if (name, other) in self.readers)
             if read and other != ipu and self.place[other] == self.place[ipu]:
                 found.append(Instruction("send", read, channel=channel, peer=other))
@@ -206,7 +206,7 @@ class _TableWriter:
                     self.messages.setdefault(first, []).append((send, is_added))
             if kept := self._kept_buffers(piece, place):
                 slots = [self.buffers[key] for _, key in kept]
-                here = [ipu for ipu in self.state if self.place[ipu] == place]
+                here = [ipu for ipu in self.slots if self.place[ipu] == place]
                 (keep,) = _instruction_if_any("keep", kept)
                 ipu = self.keeper[slots[0], place]
                 send = self._append_send(task, keep.names, ipu, f"{piece} buffers", [self.row_of[number]])
@@ -385,7 +385,7 @@ class _TableWriter:
             ready += chain(*before.values())
         updated = tuple(
             Instruction("update", keys=keys, peer=ipu)
-            for ipu, names in self.state.items()
+            for ipu, names in self.slots.items()
             if (keys := tuple(self.trained[n] for n in names if n in self.trained))
         )
         done = self._add_step_row("update", ready, instructions=updated)

@@ -31,7 +31,7 @@ from .mailbox import ProcessMailbox
 from .ready_queue import ReadyQueue
 from .recorder import Recorder
 from .row_functions import RowFunctions, Transfers
-from .state import State, all_devices
+from .state import DeviceTensors, all_devices
 from .train_state import TrainState, write
 from .updating import Updates
 
@@ -87,7 +87,7 @@ class Engine:
         peers = mail or self._group  # None: this process trains alone
         devices.keep_freed_memory(is_part=counts.parts > 1)
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
-        states = [State(plan, settings, train_state, where, find_constants) for where in on_devices]
+        states = [DeviceTensors(plan, settings, train_state, where, find_constants) for where in on_devices]
         self.state = states[0]  # of the first device
         if self._group is not None:
             if not train_state.engines:
@@ -107,7 +107,7 @@ class Engine:
         self._wake_peers = None if peers is None else peers.abort
         self._close = weakref.finalize(self, self.queue.close)
 
-    def _load_pieces(self, state: State) -> Sequence[Code]:
+    def _load_pieces(self, state: DeviceTensors) -> Sequence[Code]:
         if self.settings.is_eager:
             return [build(piece, device=state.device) for piece in self.plan.partition.pieces]
         from .backends import inductor  # slow to import
@@ -233,10 +233,10 @@ class Engine:
     def memory(self, replica: int, ipu: int) -> KeptBytes:
         """Return the bytes that an ipu's weights, gradient sums and states take in a memory of its own."""
         states = [worker.state for worker in self.workers if replica in worker.state.where.replicas]
-        state = next(s for s in states if ipu in self.plan.state_at(s.where.place))
+        state = next(s for s in states if ipu in self.plan.slots_at(s.where.place))
         copies = [task for task in self.plan.tasks if task.ipu == ipu and task.index == "step"]
         received = (x.names for task in copies for x in task.instructions if x.kind == "receive")
-        held, settings = {*self.plan.state[ipu], *chain(*received)}, state.settings
+        held, settings = {*self.plan.slots_of[ipu], *chain(*received)}, state.settings
         slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
         weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
         others = sum(slot.nbytes for slot in slots) - weights

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from .. import ir
 from .backends.eager import build
-from .state import State
+from .state import DeviceTensors
 
 
 class PreparedValues:
     """The prepared values of one replica: computed from weights once per step, such as casts. Thread-safe."""
 
-    def __init__(self, plan: ir.Plan, state: State, replica: int) -> None:
+    def __init__(self, plan: ir.Plan, state: DeviceTensors, replica: int) -> None:
         makers, pieces, place = plan.partition.prepared, plan.partition.pieces, state.where.place
         self._names = [tuple(n for n in piece.reads if n in makers) for piece in pieces]  # by piece
         here = (t.piece for i, t in enumerate(plan.tasks) if t.runs_piece and not plan.is_elsewhere(i, place))

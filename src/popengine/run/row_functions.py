@@ -26,7 +26,7 @@ from .instances.connections import Connections, PeerFailed, PeerLost, Tag
 from .mailbox import MessageKey, ProcessMailbox
 from .prepared_values import PreparedValues
 from .random_draws import hash_integers, new_generator
-from .state import State, device_of_place
+from .state import DeviceTensors, device_of_place
 from .updating import Updates, Work
 
 Transfers = dict[MessageKey, list[devices.Transfer]]  # messages between the devices of a process
@@ -39,7 +39,7 @@ class RowFunctions:
 
     def __init__(
         self,
-        state: State,
+        state: DeviceTensors,
         codes: Sequence[Code],
         updates: Updates,
         group: Connections | None,
@@ -164,7 +164,7 @@ class RowFunctions:
             stored = (ipu for ipu, key in kept if key == str(result))
         else:
             slot = self.state.slot_of[result.key]
-            stored = (ipu for ipu, names in self.plan.state.items() if slot in names)
+            stored = (ipu for ipu, names in self.plan.slots_of.items() if slot in names)
         return self.plan.places.get(next(stored), self._where.place)
 
     def share_results(self, call: EngineCall) -> None:

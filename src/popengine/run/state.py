@@ -1,7 +1,7 @@
 """The tensors that tasks share: weights, buffers and gradient sums, each held once.
 
-Parameters and buffers are the user's own tensors, which updates change in place (`TrainState`). A `State` binds the
-slots of one plan to them; replicas and ipus with the same value read the same tensor. Its attributes:
+Parameters and buffers are the user's own tensors, which updates change in place (`TrainState`). `DeviceTensors` bind
+the slots of one plan to them; replicas and ipus with the same value read the same tensor. Attributes:
 
     values[replica]      parameters, buffers, constants and the loss scale, by slot name
     new_buffers[replica] new values of the buffers that forward changes, by slot name; `end_step` copies them
@@ -66,7 +66,7 @@ def all_devices(plan: Plan, settings: Settings) -> list[Where]:
     ]
 
 
-class State:
+class DeviceTensors:
     """The tensors of a loaded plan on one device. `bind` has to be called before each call of the engine."""
 
     def __init__(
@@ -83,7 +83,7 @@ class State:
         self._loss_scale, self.has_queue = 1.0, devices.has_queue(device)
         signature = plan.partition.signature
         self.slot_of = {slot.key: slot.name for slot in signature.parameters_and_buffers}
-        here = plan.state_at(where.place)
+        here = plan.slots_at(where.place)
         names = {name for names in here.values() for name in names}
         self._slots = {slot.name: slot for slot in signature.slots if slot.name in names}
         self._constants = {slot.key: slot.name for slot in self._slots.values() if slot.role == "constant"}
@@ -113,7 +113,7 @@ class State:
         # The ipu that updates each trained parameter, by canonical name; `all_units` are in the same order, and `units`
         # are those of this place.
         key_of = {name: key for key, name in self.slot_of.items()}
-        held = [(key_of.get(name), ipu) for ipu, names in plan.state.items() for name in names]
+        held = [(key_of.get(name), ipu) for ipu, names in plan.slots_of.items() for name in names]
         self.ipu_of = {key: ipu for key, ipu in held if key in trained}
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]

@@ -28,7 +28,7 @@ from .instances.connections import Connections, Tag
 from .mailbox import ProcessMailbox
 from .optimizer_step import run_optimizer_step
 from .random_draws import hash_integers
-from .state import State, Unit
+from .state import DeviceTensors, Unit
 
 Work = Callable[[EngineCall, int], None]  # runs a row for a call, given the row's index
 
@@ -44,7 +44,7 @@ class Updates:
         self,
         plan: ir.Plan,
         settings: Settings,
-        states: Sequence[State],
+        states: Sequence[DeviceTensors],
         group: Connections | None,
         mail: ProcessMailbox | None,
         threads_per_operation: int,
@@ -114,7 +114,7 @@ class Updates:
         replica's."""
         units = [unit for unit in self._units if self.states[0].is_updated_here(unit.key)]
         if self.settings.counts.replicas > 1 and not self.buckets:  # else row "exchange" has summed them
-            groups: dict[tuple[int, State], list[tuple[str, tuple[int, ...]]]] = {}
+            groups: dict[tuple[int, DeviceTensors], list[tuple[str, tuple[int, ...]]]] = {}
             for unit in units:
                 members = self.settings.sharing_replicas(*unit)
                 groups.setdefault((len(members), self._state_of[unit]), []).append((unit.key, members))
@@ -238,11 +238,14 @@ class Updates:
 class Bucket:
     """Gradients of one piece and one dtype, of parameters (`keys`) that some local replicas share.
 
-    `flats`, 1-d, are the gradient sums of these replicas, each on its device, of which `State.sums` become views; they
-    are summed into `flats[0]`. `cuts`: where the shard of each process begins, and the end; None: not sharded.
+    `flats`, 1-d, are the gradient sums of these replicas, each on its device, of which `DeviceTensors.sums` become
+    views; they are summed into `flats[0]`. `cuts`: where the shard of each process begins, and the end; None: not
+    sharded.
     """
 
-    def __init__(self, units: Sequence[Unit], members: Mapping[int, State], dtype: torch.dtype) -> None:
+    def __init__(
+        self, units: Sequence[Unit], members: Mapping[int, DeviceTensors], dtype: torch.dtype
+    ) -> None:
         first = next(iter(members.values()))
         owners, step = first.train_state.owner, max(1, ALIGNMENT // dtype.itemsize)
         is_sharded, cuts, starts = units[0].key in owners, [0], dict[Unit, int]()
@@ -260,9 +263,9 @@ class Bucket:
                 state.sums[replica][unit.key] = flat.as_strided(weight.shape, weight.stride(), start)
 
 
-def buckets_of(plan: ir.Plan, piece: int, states: Sequence[State]) -> list[Bucket]:
+def buckets_of(plan: ir.Plan, piece: int, states: Sequence[DeviceTensors]) -> list[Bucket]:
     """Return the buckets for the gradients of piece number `piece`, of the devices that have one place's ipus; set
-    `State.sums` to views of them."""
+    `DeviceTensors.sums` to views of them."""
     settings, writes = states[0].settings, plan.partition.pieces[piece].writes
     results = plan.partition.signature.results
     keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}

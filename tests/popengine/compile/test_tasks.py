@@ -116,7 +116,7 @@ def test_each_value_is_freed_by_its_last_reader_which_waits_for_the_others(ipus,
             freed[name] = row
     for name, row in freed.items():
         assert readers[name] - {row} <= reach[row], name
-    state = {name for names in plan.state.values() for name in names}
+    state = {name for names in plan.slots_of.values() for name in names}
     assert readers.keys() - state <= freed.keys()
 
 

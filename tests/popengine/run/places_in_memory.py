@@ -144,7 +144,7 @@ class SeveralEngines:
         self.unread = dict(weights)
         self.train_state, self.engines = {}, {}
         for place in places:
-            held_here = {slots[name] for names in plan.state_at(place).values() for name in names}
+            held_here = {slots[name] for names in plan.slots_at(place).values() for name in names}
             own = {key: value.clone() for key, value in weights.items() if key in held_here}
             kind = None if settings.optimizer is None else settings.optimizer.kind
             trained, seed = plan.partition.signature.trained, train_state.random_state[0]

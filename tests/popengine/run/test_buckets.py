@@ -6,7 +6,7 @@ import pytest
 from engine_models import graph_of, net, stages, train_state_of
 
 from popengine.compile import compile_graph
-from popengine.run.state import State, all_devices
+from popengine.run.state import DeviceTensors, all_devices
 from popengine.run.updating import buckets_of
 from popengine.settings import Counts, Optimizer, Settings
 
@@ -25,7 +25,7 @@ def made(monkeypatch, size, least=None, replicas=1):
     )
     plan = compile_graph(graph_of(), settings)
     train_state = train_state_of(net().state_dict(), dict(net().named_parameters()), replicas=replicas)
-    state = State(plan, settings, train_state, *all_devices(plan, settings))
+    state = DeviceTensors(plan, settings, train_state, *all_devices(plan, settings))
     return state, [b for t in plan.tasks if t.kind == "exchange" for b in buckets_of(plan, t.piece, [state])]
 
 

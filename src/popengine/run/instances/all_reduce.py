@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .connections import Connections, Message
 
-IN_FLIGHT = 1 << 21  # elements in transit to an instance at the same time, about
+_SEGMENT = 1 << 21  # elements that are sent to all instances in a segment, about
 _ALIGNED = 64  # elements: shards begin at multiples, as kernels work on whole vectors
 _AHEAD = 4  # segments that are received while another segment is added up
 _SUM, _GATHER = "the sum of gradients", "the exchange of weights"  # purposes of waits, for warnings
@@ -194,7 +194,7 @@ class AllReduce:
 
     def _segments(self, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
         """Return (start, stop) of each segment in which the shard of instance `rank` is sent."""
-        step, stop = max(IN_FLIGHT // self._size, 1 << 12), cuts[rank + 1]
+        step, stop = max(_SEGMENT // self._size, 1 << 12), cuts[rank + 1]
         return [(start, min(start + step, stop)) for start in range(cuts[rank], stop, step)]
 
 

@@ -125,7 +125,7 @@ def fingerprint_of_plan(
         if slot.role != "constant":
             section = "input" if slot.role == "input" else "shape"
             forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
-    here = {name for names in plan.state_at(Place(settings.counts.part)).values() for name in names}
+    here = {name for names in plan.slots_at(Place(settings.counts.part)).values() for name in names}
     own = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
     first = {key: weights[key] for key in own if key in weights and not weights[key].is_meta}
     constants = _constants(plan)
