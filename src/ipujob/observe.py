@@ -176,8 +176,8 @@ def _next_instance_records(
         known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
         instances[str(number)], missing, gone = _next_instance_record(job, known, of_instance)
-        first, attempt = number * job.workers, known["restarts"]
-        create += [pods.worker_pod(job, first + worker, attempt) for worker in missing]
+        first_worker, attempt = number * job.workers, known["restarts"]
+        create += [pods.worker_pod(job, first_worker + worker, attempt) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
 
