@@ -228,6 +228,20 @@ class Stopped(Exception):
     """The error that ends a call in the engine's threads after an interrupt of the user's thread."""
 
 
+class Alone:
+    """The peers of a process that trains alone: there are none."""
+
+    def abort(self, why: str) -> None:
+        """Do nothing, because no peer waits."""
+
+    def commit_together(self, commit: Callable[[], None]) -> None:
+        """Call `commit`."""
+        commit()
+
+
+ALONE = Alone()
+
+
 class Commit:
     """The life of a call's steps, of which `done` are finished, and the lock of the weights. One object for all calls
     of a `TrainState`, which run one at a time:
@@ -248,14 +262,12 @@ class Commit:
         self.is_stopping = False  # whether no further step should be committed
         self.why_lost: UnrecoverableError
         self._wait: Callable[[], None] | None = None  # of the engine that runs the call
-        self._abort: Callable[[str], None] | None = None
+        self._abort: Callable[[str], None] = ALONE.abort
 
     # ---- of the user's thread ------------------------------------------------------------------------------
 
-    def begin(
-        self, name: str, steps: int, wait: Callable[[], None], abort: Callable[[str], None] | None
-    ) -> None:
-        """Begin a call. `wait` returns when the threads have ended it; `abort` wakes the peers (None: no peers)."""
+    def begin(self, name: str, steps: int, wait: Callable[[], None], abort: Callable[[str], None]) -> None:
+        """Begin a call. `wait` returns when the threads have ended it; `abort` wakes the peers."""
         self.name, self.steps, self.done = name, steps, 0
         self.is_stopping, self._wait, self._abort = False, wait, abort
         self.state = "open"
@@ -265,7 +277,7 @@ class Commit:
         is committed runs to its end."""
         if self._wait is not None and self.state in ("open", "committed"):
             self.is_stopping = True
-            if self._abort is not None and self.state == "open":
+            if self.state == "open":
                 self._abort(f"was interrupted at {self.name}")
             while True:
                 try:
@@ -275,11 +287,11 @@ class Commit:
                     continue
             if self.state == "open":  # an interrupt came before the threads had the call
                 self.state = "ended"
-            if self._abort is not None and self.done < self.steps:
+            if self.done < self.steps:
                 self._abort(f"was interrupted at {self.name}")
             # Some libraries have one number of threads for the process, which another thread may have set.
             torch.set_num_threads(torch.get_num_threads())
-        self._wait = self._abort = None  # the engine may be closed now
+        self._wait, self._abort = None, ALONE.abort  # the engine may be closed now
 
     def check_not_lost(self) -> None:
         """Raise UnrecoverableError if the weights are lost."""

@@ -21,7 +21,7 @@ from ..profile import KeptBytes
 from ..settings import Hyper, Settings
 from . import devices
 from .backends.eager import Code, build
-from .call import EngineCall, Results
+from .call import ALONE, EngineCall, Results
 from .devices import with_aligned_micro_batches
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
 from .instances.connections import Tag
@@ -84,7 +84,6 @@ class Engine:
             self._hash_of_plan = compared["plan"]
         if mail is None and self._group is not None and plan.places:
             mail = ProcessMailbox(self._group, plan, settings)
-        peers = mail or self._group  # None: this process trains alone
         devices.keep_freed_memory(is_part=counts.parts > 1)
         # Threads refer to the state and not to the engine: they end when nothing else refers to the engine.
         states = [DeviceTensors(plan, settings, train_state, where, find_constants) for where in on_devices]
@@ -104,7 +103,7 @@ class Engine:
         ]
         counts_of_cores = [count // threads for count, threads in zip(cores, per_operation, strict=True)]
         self.queue = ReadyQueue(self.workers, counts_of_cores, per_operation)
-        self._wake_peers = None if peers is None else peers.abort
+        self._wake_peers = (mail or self._group or ALONE).abort
         self._close = weakref.finalize(self, self.queue.close)
 
     def _load_pieces(self, state: DeviceTensors) -> Sequence[Code]:
@@ -119,8 +118,8 @@ class Engine:
         barrier."""
         train_state = self.train_state
         train_state.engines -= 1
-        if self._group is not None and train_state.shared is not None and not train_state.engines:
-            self._group.keep_state(train_state)
+        if train_state.shared is not None and not train_state.engines:
+            train_state.shared[0].keep_state(train_state)
         self._close()
 
     # ---- running -----------------------------------------------------------------------------------------

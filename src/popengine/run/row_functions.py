@@ -138,9 +138,8 @@ class RowFunctions:
 
     def wake_peers(self, error: BaseException) -> None:
         """Close the connections after an error, which wakes peers. Ignore Stopped, and errors from peers."""
-        peers = self.mail or self._group
-        if peers is not None and not isinstance(error, (PeerFailed, PeerLost, Stopped)):
-            peers.abort(f"failed at {self.state.train_state.commit.name}: {error}")
+        if not isinstance(error, (PeerFailed, PeerLost, Stopped)):
+            self.updates.peers.abort(f"failed at {self.state.train_state.commit.name}: {error}")
 
     def clear(self) -> None:
         """Drop all frames, prepared values and gradients, after each call, also a failed one."""

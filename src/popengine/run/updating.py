@@ -20,7 +20,7 @@ from .. import ir
 from ..errors import RunError
 from ..settings import Settings
 from ..torch_private import ALIGNMENT
-from .call import EngineCall
+from .call import ALONE, EngineCall
 from .devices import join
 from .gradients import IntraOpThreads, StepGradients, divide_, gradient_work
 from .instances.all_reduce import AllReduce, leaf_nodes, tree_sum
@@ -50,7 +50,8 @@ class Updates:
         threads_per_operation: int,
     ) -> None:
         self._threads = threads_per_operation
-        self.settings, self.states, self._group, self._mail = settings, states, group, mail
+        self.settings, self.states, self._mail = settings, states, mail
+        self.peers = mail or group or ALONE
         self._train_state = states[0].train_state
         # What sums gradients over the processes that have the same ipus.
         self._sums: AllReduce | None = None
@@ -162,18 +163,15 @@ class Updates:
 
     def _commit(self, call: EngineCall, step: StepGradients) -> None:
         """Commit the step with all processes: from now on it runs to its end."""
-        train_state, peers = self._train_state, self._mail or self._group
+        train_state = self._train_state
         if step.has_overflowed:
             call.overflows.append((train_state.random_state[1], step.loss_scale))
-        if peers is None:
-            call.commit.commit()
-        else:
-            # All processes have all sums, and none updates if one of them is interrupted or fails.
-            try:
-                peers.commit_together(call.commit.commit)
-            except Exception:
-                call.commit.release()
-                raise
+        # All processes have all sums, and none updates if one of them is interrupted or fails.
+        try:
+            self.peers.commit_together(call.commit.commit)
+        except Exception:
+            call.commit.release()
+            raise
         if len(self.states) > 1:  # a device may still copy weights that `step()` overwrites
             join(state.device for state in self.states)
         if self.settings.automatic_loss_scaling:

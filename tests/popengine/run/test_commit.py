@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from popengine.run.call import Commit, Stopped
+from popengine.run.call import ALONE, Commit, Stopped
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_an_interrupted_call_stops_before_its_next_step_and_its_wait_survives_fu
             commit.commit()
         assert commit.end(Stopped()) is None
 
-    commit.begin("call 1", 2, wait, None)
+    commit.begin("call 1", 2, wait, ALONE.abort)
     commit.settle()
     assert waits == [True] * 3
     assert (commit.state, commit.done, commit.complete_calls) == ("ended", 0, 0)
@@ -74,7 +74,7 @@ def test_an_ended_call_is_not_waited_for_and_its_engine_is_let_go(commit):
             raise AssertionError("the call has ended")
 
     engine = Engine()
-    commit.begin("call 1", 1, engine.wait, None)
+    commit.begin("call 1", 1, engine.wait, ALONE.abort)
     commit.commit()
     commit.finish_step()
     commit.end(None)
