@@ -165,11 +165,6 @@ class Plan:
     places: dict[int, Place] = field(default_factory=dict)
     shifts: tuple[int, ...] = ()  # of replicas on several devices: `Settings.shifts`
 
-    @property
-    def is_spread(self) -> bool:
-        """Return whether ipus are at several places, or replicas on several devices."""
-        return bool(self.places or self.shifts)
-
     def is_elsewhere(self, row: int, place: Place) -> bool:
         """Return whether a row runs at another place than `place`. Rows without an ipu run at each place."""
         return self.places.get(self.tasks[row].ipu, place) != place

@@ -90,7 +90,7 @@ def log_plan(plan: Plan, settings: Settings) -> None:
 def ipu_text(plan: Plan, settings: Settings, ipu: int) -> str:
     """Return "ipu 1"; with its process or devices, such as "ipu 1 of instance 1", if a replica spans several; with the
     device of each replica, if they differ."""
-    if not plan.is_spread:
+    if not (plan.places or plan.shifts):
         return f"ipu {ipu}"
     process, device = plan.places.get(ipu, Place())
     if settings.counts.parts == 1:
