@@ -133,20 +133,23 @@ class ProcessMailbox:
         """Receive `count` messages with the tag `tag` from a peer. It is the function of a thread."""
         try:
             for _ in range(count):
-                header = torch.empty(self._header_size, dtype=torch.uint8)
-                self._group.wait([self._group.receive(header, peer, tag)], _WHAT)
-                key, forms = json.loads(header.numpy().tobytes())
-                values, begun = list[Tensor](), list[Message]()
-                for dtype, shape, stride, start, size in forms:
-                    memory = torch.empty(start + size, dtype=getattr(torch, dtype))
-                    values.append(memory.as_strided(shape, stride, start))
-                    if size:
-                        rows = memory[start:].view(torch.uint8)
-                        begun.append(self._group.receive(rows, peer, tag))
-                self._group.wait(begun, _WHAT)
-                arrivals.add(tuple(key), values)
+                # Without variables for a message: this thread must not hold it while it waits for the next one.
+                arrivals.add(*self._receive_message(peer, tag))
         except BaseException as error:  # whatever it is, the receives raise it
             arrivals.fail(error)
+
+    def _receive_message(self, peer: int, tag: int) -> tuple[MessageKey, list[Tensor]]:
+        header = torch.empty(self._header_size, dtype=torch.uint8)
+        self._group.wait([self._group.receive(header, peer, tag)], _WHAT)
+        key, forms = json.loads(header.numpy().tobytes())
+        values, begun = list[Tensor](), list[Message]()
+        for dtype, shape, stride, start, size in forms:
+            memory = torch.empty(start + size, dtype=getattr(torch, dtype))
+            values.append(memory.as_strided(shape, stride, start))
+            if size:
+                begun.append(self._group.receive(memory[start:].view(torch.uint8), peer, tag))
+        self._group.wait(begun, _WHAT)
+        return tuple(key), values
 
     def begin_receive(self, key: MessageKey, wake: Callable[[], None]) -> bool:
         """Start to receive a message, if its sender waits for that. Return whether `take` can return the message now;
