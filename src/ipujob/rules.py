@@ -254,7 +254,7 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
     the `faults`: fields that an API server would refuse or drop."""
     before, kind = len(faults), schema.get("type")
     if message := _schema_violation(value, schema):
-        fix = _TYPES[kind][1] if message.startswith("must be of type") else ""
+        fix = _TYPES[schema["type"]][1] if message.startswith("must be of type") else ""
         faults.append(Fault(path, f"{path} {message}", fix))
         return None
     if kind == "array":
