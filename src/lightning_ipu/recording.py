@@ -128,9 +128,9 @@ class Recording:
             )
         options = self._log_signature.bind(*args, **kwargs).arguments
         name, value = options.pop("name"), options.pop("value")
-        metric = self._metric_key(value)
-        if metric is not None:
-            note(("log_metric", name, metric, options), None)
+        metric_key = self._metric_key(value)
+        if metric_key is not None:
+            note(("log_metric", name, metric_key, options), None)
             return
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
@@ -146,9 +146,9 @@ class Recording:
         note(("log", name, options), value.detach() if isinstance(value, Tensor) else value)
 
     def _record_log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        metric = self._metric_key(dictionary)
-        if metric is not None:
-            note(("log_metrics", metric, args, kwargs), None)
+        metric_key = self._metric_key(dictionary)
+        if metric_key is not None:
+            note(("log_metrics", metric_key, args, kwargs), None)
             return
         for name, value in dictionary.items():
             self._record_log(name, value, *args, **kwargs)

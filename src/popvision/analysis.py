@@ -83,15 +83,15 @@ class Figures:
         self.groups = operation_sums(self.timed)
 
         # The shares of a step's time are unknown if each recorded step was cut off.
-        whole = events if times.whole_steps(profile) else []
-        self.usages = times.core_usages(whole)
+        whole_steps = events if times.whole_steps(profile) else []
+        self.usages = times.core_usages(whole_steps)
         self.idle_here = times.waiting_share(self.usages)
         self.bubble_ideal = times.ideal_bubble(profile)
         joined = facts.get("joined", {})  # of a profile with the tasks of several instances or devices
         self.bubble_measured = None
         if joined and not joined["missing"]:
             place_of = {int(core): place for core, (place, _) in joined["cores"].items()}
-            self.bubble_measured = times.measured_bubble(whole, place_of)
+            self.bubble_measured = times.measured_bubble(whole_steps, place_of)
         self.step_apart, self.bubble_apart, self.device_usages, runs = None, None, [], []
         self.step_here = None  # on these cores, if none of them waited
         step = virtual.DeviceStep.of(profile, costs, updates)

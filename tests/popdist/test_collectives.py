@@ -51,6 +51,11 @@ def all_of_them():
     found["of two"] = [popdist.execute_on_instances({0, 1}, add) for _ in range(10)]
     popdist.synchronize()
     found["files"] = len(os.listdir("/proc/self/fd")) - before
+    norm = torch.nn.BatchNorm1d(1, momentum=0.5)
+    executor = popdist.poptorch.poptorch.inferenceModel(norm, popdist.poptorch.Options())
+    executor(torch.full((2, 1), float(me)))
+    executor.averageRunningStatistics()
+    found["statistics"] = norm.running_mean.item()
     sys.path.append(str(ALIASES))
     import horovod.torch as hvd
 
@@ -83,6 +88,7 @@ def test_each_collective_has_the_values_of_all_instances_and_errors_come_to_all(
             "scalar": 3,
             "complex": [1 - 2j] * 3 + [3 - 6j],
             "broadcast": True,
+            "statistics": 0.5,
             "of two": [3.0 if me < 2 else None] * 10,
             "horovod": [(me, 3, me), 1.0, 3.0, 3.0, 1.0, [2.0, 4.0], 1.0, [0.0, 1.0, 2.0], {"epoch": 2}],
         }

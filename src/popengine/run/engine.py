@@ -216,13 +216,14 @@ class Engine:
         keys = [key for key in statistics if key not in train_state.elsewhere]
         with torch.no_grad():
             flats = train_state.buffers.flat_doubles(present, keys)
-        if self._sums is None:
+        if counts.instances == 1:
             tree_sum(leaf_nodes([flat] for flat in flats))
         else:
+            group = group_of_size(counts.processes)  # an engine for inference has none of its own
             what, part = "the mean of running statistics", counts.part
-            reduction = AllReduce(self._sums, Tag.BUFFERS, counts.processes_of_part())
+            reduction = AllReduce(group, Tag.BUFFERS, counts.processes_of_part())
             fingerprint = {f"buffers@part {part}": {key: str(tuple(present[key].shape)) for key in keys}}
-            self._sums.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
+            group.barrier(what, fingerprint, lambda: reduction.all_reduce(flats))
         replicas_of_all = counts.instances * train_state.buffers.replicas
         means = (flats[0] / replicas_of_all).split([present[key].numel() for key in keys])
         for key, mean in zip(keys, means, strict=True):

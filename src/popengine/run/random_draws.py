@@ -65,7 +65,7 @@ def draw(
         kwargs["device"] = on
     of_arguments = (value.device for value in args if isinstance(value, torch.Tensor))
     device = torch.device(next(of_arguments, kwargs.get("device") or "cpu"))
-    random = (
+    generator = (
         new_generator(device).manual_seed(hash_integers(key, number)) if isinstance(key, int) else next(key)
     )
     if func is aten.native_dropout.default:
@@ -73,20 +73,20 @@ def draw(
         if train is False or chance == 0:
             return value.clone(), torch.ones_like(value, dtype=torch.bool)
         if device.type != "cpu" and chance < 1:  # one kernel
-            made, kept = aten._fused_dropout(value, 1 - chance, generator=random)
+            made, kept = aten._fused_dropout(value, 1 - chance, generator=generator)
             return made, kept.view(torch.bool)
-        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=random)
+        kept = torch.empty_like(value).bernoulli_(1 - chance, generator=generator)
         return value * kept / (1 - chance), kept.bool()
     func = _with_generator(func)
     if any(argument.name == "generator" for argument in func._schema.arguments):
-        return func(*args, generator=random, **kwargs)
+        return func(*args, generator=generator, **kwargs)
     # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.
     own = torch.random if device.type == "cpu" else torch.get_device_module(device)
     with _default_generator_lock:
         before = own.get_rng_state()
-        own.set_rng_state(random.get_state())
+        own.set_rng_state(generator.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            random.set_state(own.get_rng_state())
+            generator.set_state(own.get_rng_state())
             own.set_rng_state(before)

@@ -360,9 +360,9 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
         )
     marks: list[_Mark] = []
     for ipu, count in enumerate(counts):
-        group = layers[len(marks) : len(marks) + count]
-        block = " to ".join(dict.fromkeys(name for _, name, _ in (*group[:1], *group[-1:])))
-        marks += [(module, block, ipu) for module, *_ in group]
+        layers_of_ipu = layers[len(marks) : len(marks) + count]
+        block = " to ".join(dict.fromkeys(name for _, name, _ in (*layers_of_ipu[:1], *layers_of_ipu[-1:])))
+        marks += [(module, block, ipu) for module, *_ in layers_of_ipu]
     return marks
 
 

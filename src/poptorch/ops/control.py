@@ -13,7 +13,7 @@ from popengine.errors import Error
 from popengine.torch_private import tree_map_only
 
 from .host import as_list
-from .library import check_tensors, raise_in_training, shapes_of, shapes_text
+from .library import check_tensors, raise_in_training, shapes_and_dtypes_of, shapes_text
 
 _FIX_IN_TRAINING = "torch.where over both results, or a Python loop, which is unrolled"
 
@@ -95,10 +95,10 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
     if not inputs:
         raise Error("poptorch.for_loop() takes at least one input: it returns what the turns make of it")
     traced, outer = trace_body(capture, partial(_call_body, "for_loop", body), inputs)
-    if traced.outputs != shapes_of(inputs):
+    if traced.outputs != shapes_and_dtypes_of(inputs):
         raise Error(
             "the body of poptorch.for_loop() must return tensors of the shapes and types of its inputs, which are"
-            f" fed to the next turn\n  it takes {shapes_text(shapes_of(inputs))}\n"
+            f" fed to the next turn\n  it takes {shapes_text(shapes_and_dtypes_of(inputs))}\n"
             f"  it returns {shapes_text(traced.outputs)}"
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop

@@ -152,15 +152,15 @@ def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tu
     for row in rows:
         longer: defaultdict[Path, list[float]] = defaultdict(lambda: [_LOG_ZERO, _LOG_ZERO])
         for path, (ends_blank, ends_label) in beams.items():
-            either = _log_add_exp(ends_blank, ends_label)
+            ends_any = _log_add_exp(ends_blank, ends_label)
             for label, chance in enumerate(row):
                 if label == blank:
-                    longer[path][0] = _log_add_exp(longer[path][0], either + chance)
+                    longer[path][0] = _log_add_exp(longer[path][0], ends_any + chance)
                     continue
                 if repeats := path[-1:] == (label,):
                     longer[path][1] = _log_add_exp(longer[path][1], ends_label + chance)
                 ends = longer[*path, label]
-                ends[1] = _log_add_exp(ends[1], (ends_blank if repeats else either) + chance)
+                ends[1] = _log_add_exp(ends[1], (ends_blank if repeats else ends_any) + chance)
         best = sorted(longer.items(), key=lambda beam: _log_add_exp(*beam[1]), reverse=True)
         beams = dict(best[:beam_width])
     return [(path, _log_add_exp(*ends)) for path, ends in beams.items()]

@@ -27,7 +27,7 @@ from .library import (
     raise_in_training,
     register_computed,
     register_shorthand,
-    shapes_of,
+    shapes_and_dtypes_of,
     shapes_text,
 )
 
@@ -73,7 +73,7 @@ def _record_host_call(
     assert capture is not None
     weights = tuple((member.name, weakref.ref(member.real)) for member in capture.stand_ins.members)
     handle = next(_handles)
-    _host_calls[handle] = call = HostCall(function, shapes_of(like), scratch, weights)
+    _host_calls[handle] = call = HostCall(function, shapes_and_dtypes_of(like), scratch, weights)
     capture.held.append((handle, call))
     return list(torch.ops.poptorch.host_call(list(inputs), handle))
 
@@ -104,9 +104,9 @@ def _call_on_host(inputs: list[Tensor], handle: int) -> list[Tensor]:
                     "  why: the graph gives a function on the host copies of its tensors\n"
                     f"  fix: work on a copy, `inputs[{i}].clone()`, or return the new value, and copy it in forward"
                 )
-    if shapes_of(made) != call.outputs:
+    if shapes_and_dtypes_of(made) != call.outputs:
         raise Error(
-            f"{name} returned {shapes_text(shapes_of(made))}; the graph was compiled for"
+            f"{name} returned {shapes_text(shapes_and_dtypes_of(made))}; the graph was compiled for"
             f" {shapes_text(call.outputs)}\n"
             "  fix: return the same shapes and types at every call"
         )

@@ -89,7 +89,7 @@ def raise_in_training(capture: Capture, name: str, fix: str) -> None:
         raise Error(f"{name} is only supported in inference.\n  why: it has no gradient\n  fix: {fix}")
 
 
-def shapes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def shapes_and_dtypes_of(values: Iterable[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple((tuple(value.shape), value.dtype) for value in values)
 
 

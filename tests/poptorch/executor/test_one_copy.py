@@ -269,7 +269,7 @@ def test_what_is_passed_in_the_wrong_place_is_named_with_the_right_call():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(poptorch.Error, match=r"fix: poptorch\.trainingModel\(model, optimizer=optimizer\)"):
         poptorch.trainingModel(model, optimizer)
-    with pytest.raises(AssertionError, match=r"builtins\.str\n  fix: an optimizer of the model's parameters"):
+    with pytest.raises(AssertionError, match=r"builtins\.str\n  fix: make an object: torch.optim.SGD"):
         poptorch.trainingModel(model, poptorch.Options(), "SGD")
     predict = poptorch.inferenceModel(model)
     predict(torch.ones(4, 3))
