@@ -106,6 +106,11 @@ class Checkpoint:
                 "  fix: checkpoint.restore(trainer, loader), with what poptorch.trainingModel returns"
             )
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
+        for name, part in self._parts.items():
+            if not hasattr(part, "load_state_dict"):
+                raise TypeError(
+                    f"popdist.Checkpoint.restore: {name} has no state_dict() and load_state_dict()"
+                )
         self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds
         # Instance 0 chooses the checkpoint, since other instances may see other files.

@@ -19,7 +19,7 @@ R = TypeVar("R")
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 # Tracebacks leave out the frames of these packages.
 _PACKAGES = ("poptorch", "popengine", "popdist", "popvision")
-_INTERNAL = (*_PACKAGES, "torch", "concurrent", "contextlib", "json", "pathlib")
+_INTERNAL = (*_PACKAGES, "torch", "concurrent", "contextlib", "inspect", "json", "pathlib")
 _wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`
 
 
@@ -104,7 +104,9 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
                     text = base.__doc__ if name == "__init__" else None
                     setattr(base, name, without_internal_frames(member, text))
                 elif isinstance(member, property) and member.fget is not None:
-                    setattr(base, name, member.getter(without_internal_frames(member.fget)))
+                    member = member.getter(without_internal_frames(member.fget))
+                    setter = without_internal_frames(member.fset) if member.fset is not None else None
+                    setattr(base, name, member.setter(setter) if setter is not None else member)
         return function
     if function in _wrappers:
         return function

@@ -48,6 +48,7 @@ def _read_stub() -> tuple[dict[str, tuple[str, str | None]], list[str]]:
 _WHERE, __all__ = _read_stub()
 
 
+@_without_internal_frames
 def __getattr__(name: str) -> _Any:
     if name not in _WHERE:
         module = _importlib.import_module(__name__)

@@ -351,6 +351,14 @@ MISTAKES = {  # of the first hour: the end of the message
         lambda: poptorch.Options(gradientAccumulation=4),
         "fix: options = poptorch.Options(); options.Training.gradientAccumulation(4)",
     ),
+    "a quotient for a number": (
+        lambda: poptorch.Options().deviceIterations(16 / 4),
+        "fix: options.deviceIterations(4)",
+    ),
+    "a misspelt option as an argument": (
+        lambda: poptorch.Options(device_iteration=4),
+        "did you mean 'deviceIterations'?\n  fix: options = poptorch.Options()",
+    ),
     "describe without options": (
         lambda: poptorch.describe(MODEL, torch.zeros(2, 4)),
         "fix: describe(model, options, batch)",

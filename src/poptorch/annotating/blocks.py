@@ -36,7 +36,12 @@ def _checked(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int |
             f"the user_id of a block is a string; found {user_id}\n  fix: for an ipu write ipu_id={user_id}"
         )
     return user_id, None if ipu_id is None else checked(
-        "the ipu_id of a block", ipu_id, int, Error, least=0, fix=f"ipu_id={str(ipu_id).strip('-')}"
+        "the ipu_id of a block",
+        ipu_id,
+        int,
+        Error,
+        least=0,
+        fix=f"ipu_id={re.sub(r'[^0-9]', '', str(ipu_id)) or 0}",
     )
 
 

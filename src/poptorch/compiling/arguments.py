@@ -241,11 +241,14 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
         below = rows - rows % counts.product
         near = f"{below} or {below + counts.product}" if below else f"{counts.product}"
         if rows % counts.product:
+            scalar = (
+                f"; or options.batchDims({{{path!r}: None}}), if it is no batch" if not tensor.dim() else ""
+            )
             raise AssertionError(
                 f"Invalid batch dimension: {path} has shape {tuple(tensor.shape)}, and its first dimension must be a"
                 f" multiple of {counts.product} = {factors_in_words(counts)}\n"
                 f"  fix: {near} rows; poptorch.DataLoader(options, dataset, batch_size=<micro-batch>) loads such"
-                " batches"
+                f" batches{scalar}"
             )
 
 

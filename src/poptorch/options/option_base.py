@@ -179,7 +179,8 @@ class OptionsDict:
 
     def _checked_value(self, name: str, value: Any) -> Any:
         expected = type(vars(self).get(name, value))
-        number = value if str(value).strip("0").isdigit() else 1
+        digits = re.match("0*([1-9][0-9]*)", str(value))
+        number = digits[1] if digits else 1
         setter = re.sub("_(.)", lambda letter: letter[1].upper(), name)
         fix = f"\n  fix: {self._path}.{setter}({number})" if name in _POSITIVE else ""
         if not isinstance(value, expected):

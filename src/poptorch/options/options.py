@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from popengine.errors import did_you_mean
 from popengine.settings import Counts
 from poptorch import enums
 from poptorch.annotating import strategies
@@ -53,11 +54,11 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     def __init__(self, **values: Any) -> None:
         if values:
-            setters = names_of_groups()
-            lines = [f"{setters.get(name, f'options.{name}')}({value!r})" for name, value in values.items()]
-            raise TypeError(
-                f"poptorch.Options takes no arguments\n  fix: options = poptorch.Options(); {'; '.join(lines)}"
-            )
+            known = {name: text for name, text in names_of_groups().items() if "_" not in name}  # setters
+            lines = [f"{known[name]}({value!r})" for name, value in values.items() if name in known]
+            meant = "".join(did_you_mean(name, known) for name in values.keys() - known.keys())
+            fix = "; ".join(["options = poptorch.Options()", *lines])
+            raise TypeError(f"poptorch.Options takes no arguments{meant}\n  fix: {fix}")
         popart = option_parts.Popart()
         super().__init__(popart)
         vars(self).update(

@@ -109,7 +109,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         raise CaptureError(
             f"{user_line(error)}: the forward reads a value out of a tensor, which has none while the model is"
             f" compiled\n  why: one graph is compiled for all inputs, and {why}\n"
-            "  fix: compute with tensors (torch.where, masks that keep the shape), branch with poptorch.cond, or"
+            "  fix: compute with tensors (torch.where, masks that keep the shape; in inference poptorch.cond), or"
             " pass the number as a Python argument of forward; to print it, poptorch.ipu_print_tensor(tensor)\n"
             "  a layer that initializes itself by its first batch: keep its flag as a Python bool, and run the model"
             " once in plain PyTorch, `model(*micro_batch)`, before it is wrapped"
