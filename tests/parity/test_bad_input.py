@@ -431,18 +431,6 @@ MISTAKES = {  # of the first hour: the end of the message
         lambda: poptorch.PipelinedExecution(poptorch.Stage("a"), 3),
         'fix: poptorch.Stage("block").ipu(0), or PipelinedExecution(poptorch.AutoStage.AutoIncrement)',
     ),
-    "a rate that is no number": (
-        lambda: poptorch.optim.AdamW(MODEL.parameters(), lr="a"),
-        "'<=' not supported between instances of 'float' and 'str'",
-    ),
-    "a file that is missing": (
-        lambda: OPTIONS.loadFromFile("nowhere"),
-        "No such file or directory: 'nowhere'",
-    ),
-    "an empty micro-batch": (
-        lambda: poptorch.DataLoader(OPTIONS, range(8), batch_size=0),
-        "batch_size should be a positive integer value, but got batch_size=0",
-    ),
 }
 
 
