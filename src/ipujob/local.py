@@ -126,12 +126,20 @@ class Worker:
         }
         variables = _worker_variables(pod, here, run.overrides)
         words = [*container.get("command", ()), *container.get("args", ())]
-        where = container.get("workingDir")
+        where = Path(container.get("workingDir", home))
+        where = where if where.is_dir() else home
+        missing = [word for word in words if Path(word).is_file() and not (where / word).is_file()]
+        if missing and not run.workers:
+            print(
+                f"ipujob: {missing[0]} is in this folder, and workers run in {where}\n"
+                f"  fix: workingDir: {Path.cwd()}, beside `command`",
+                file=sys.stderr,
+            )
         self.deadline = now + pod["spec"].get("activeDeadlineSeconds", float("inf"))
         self.process = subprocess.Popen(
             # If `env` can't start the program, it prints the reason and exits with 126 or 127.
             ["/usr/bin/env", "--", *(_expand_variables(word, variables) for word in words)],
-            cwd=where if where and Path(where).is_dir() else home,
+            cwd=where,
             env={**run.environment, "HOME": str(home), "HOSTNAME": name, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

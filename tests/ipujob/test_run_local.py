@@ -192,9 +192,13 @@ def test_other_kinds_and_other_places_are_refused(run, tmp_path, capfd):
     assert "fix: ipujob run --local FILE" in capfd.readouterr().err
 
 
-def test_a_program_that_is_not_there_fails(run):
+def test_a_program_that_is_not_there_fails(run, tmp_path, monkeypatch):
     code, out, _ = run(job(container={"command": ["no-such-program"]}))
     assert code == 127 and "no-such-program" in out and "No such file or directory" in out
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    code, _, said = run(job(container={"command": ["python3", "train.py"]}))
+    assert code == 2 and "train.py is in this folder" in said and f"fix: workingDir: {tmp_path}," in said
 
 
 def test_an_interrupt_ends_all_that_workers_started(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
+from poptorch.annotating.strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 from poptorch.checks import checked
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
@@ -85,6 +85,7 @@ class ExecutionOptions(OptionsDict):
         if not isinstance(strategy, ExecutionStrategy):
             name = getattr(strategy, "__name__", "PipelinedExecution")
             argument = f"poptorch.AutoStage.{strategy.name}" if isinstance(strategy, AutoStage) else ""
+            argument = f"poptorch.{strategy}" if isinstance(strategy, AutoBalance) else argument
             raise AssertionError(
                 f"setExecutionStrategy takes a strategy; found {strategy!r}\n"
                 f"  fix: options.setExecutionStrategy(poptorch.{name}({argument}))"
