@@ -402,9 +402,8 @@ def test_a_mode_that_comes_after_the_compilation_is_a_warning(caplog):
 
 
 def test_an_evaluation_before_the_first_training_call_is_a_warning(caplog):
-    model = Model(returns=False)
-    trainer = poptorch.trainingModel(model, options())
-    model.eval()
+    trainer = poptorch.trainingModel(Model(returns=False), options())
+    trainer.model.eval()
     trainer(X)
     assert "is in eval() mode, and the compiled program trains without dropout" in caplog.text
 
