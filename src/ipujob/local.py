@@ -128,8 +128,8 @@ class Worker:
         words = [*container.get("command", ()), *container.get("args", ())]
         where = Path(container.get("workingDir", home))
         where = where if where.is_dir() else home
-        missing = [word for word in words if Path(word).is_file() and not (where / word).is_file()]
-        if missing and not run.workers:
+        missing = [word for word in words if os.path.isfile(word) and not (where / word).is_file()]
+        if missing and labels[ATTEMPT] == "0" and not run.workers:
             print(
                 f"ipujob: {missing[0]} is in this folder, and workers run in {where}\n"
                 f"  fix: workingDir: {Path.cwd()}, beside `command`",
