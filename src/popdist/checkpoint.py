@@ -109,7 +109,8 @@ class Checkpoint:
         for name, part in self._parts.items():
             if not hasattr(part, "load_state_dict"):
                 raise TypeError(
-                    f"popdist.Checkpoint.restore: {name} has no state_dict() and load_state_dict()"
+                    f"popdist.Checkpoint.restore: {name} has no state_dict() and load_state_dict()\n"
+                    "  fix: checkpoint.restore(trainer, loader, scheduler=scheduler)"
                 )
         self._run = self._describe_run()
         atexit.register(self.wait, 60)  # seconds

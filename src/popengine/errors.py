@@ -103,10 +103,10 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
                 if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
                     text = base.__doc__ if name == "__init__" else None
                     setattr(base, name, without_internal_frames(member, text))
-                elif isinstance(member, property) and member.fget is not None:
-                    member = member.getter(without_internal_frames(member.fget))
-                    setter = without_internal_frames(member.fset) if member.fset is not None else None
-                    setattr(base, name, member.setter(setter) if setter is not None else member)
+                elif isinstance(member, property):
+                    functions: Any = (member.fget, member.fset, member.fdel)
+                    functions = (each and without_internal_frames(each) for each in functions)
+                    setattr(base, name, property(*functions, doc=member.__doc__))
         return function
     if function in _wrappers:
         return function

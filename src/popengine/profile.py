@@ -244,7 +244,6 @@ def load(path: Path) -> Profile:
     name = "name a profile.pop, or a folder of them"
 
     def fault(what: str, fix: str = "run the program again with profiling on") -> ProfileError:
-        fix = name if what.startswith("is not") else fix
         return ProfileError(f"{path} {what}\n  fix: {fix}")
 
     try:
@@ -252,14 +251,15 @@ def load(path: Path) -> Profile:
     except OSError as error:
         raise fault(f"can't be read: {error.strerror}", name) from error
     except UnicodeDecodeError as error:
-        raise fault("is not a profile: it isn't text") from error
+        raise fault("is not a profile: it isn't text", name) from error
     except RecursionError as error:
-        raise fault("is not a profile: its values are nested too deeply") from error
+        raise fault("is not a profile: its values are nested too deeply", name) from error
     except json.JSONDecodeError as error:
-        place = f"is damaged or cut short: line {error.lineno}, column {error.colno}"
-        raise fault(place if error.doc.lstrip().startswith("{") else "is not a profile") from error
+        if not error.doc.lstrip().startswith("{"):
+            raise fault("is not a profile", name) from error
+        raise fault(f"is damaged or cut short: line {error.lineno}, column {error.colno}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise fault(f"is not a profile: it does not say it is a {FORMAT!r}")
+        raise fault(f"is not a profile: it does not say it is a {FORMAT!r}", name)
     version = data.get("version")
     if not isinstance(version, int) or version > VERSION:
         what = f"has version {version}, and this program reads up to {VERSION}"

@@ -108,12 +108,8 @@ _RECORDED = (
     *("num-ilds", "sync-type", "host-subnet", "synchronise-python-venv", "synchronise-poplar-sdk"),
     *("distribute-ssh-key", "offline-mode"),
 )
-_LEAST = {
-    "num_replicas": 1,
-    "num_instances": 1,
-    "ipus_per_replica": 1,
-    "wait_limit": 1,
-}  # of other numbers: 0
+# The least values of options; of other numbers 0.
+_LEAST = {"num_replicas": 1, "num_instances": 1, "ipus_per_replica": 1, "wait_limit": 1}
 _SWITCHES = {"allow-run-as-root", "reset-partition", "update-partitions", "remove-partition", "offline-mode"}
 _AFTER_OPTIONS = (  # the paragraphs of --help that follow the options
     "Example: poprun --num-instances 2 --num-replicas 2 python3 train.py",
@@ -205,8 +201,8 @@ class _Parser(CommandParser):
         return tuple(filter(known.__contains__, names))
 
     def _find_option(self, name: str, following: Sequence[str]) -> argparse.Action:
-        """Return the option `name`, or the only one whose name begins with it; exit if there is none. The words
-        `following` stand after it."""
+        """Return the option `name`, or the only option that begins with `name`; exit if there is none. `following`: the
+        words after `name` on the command line."""
         known = self._option_string_actions
         if name in known:
             return known[name]

@@ -96,10 +96,10 @@ class Engine:
             train_state.confirm_changes()
         train_state.engines += 1
         self._has_warned = False  # of overflowing gradients
-        self._sums = self._group if several else None
-        updates, sent = Updates(plan, settings, states, self._sums, mail, max(per_operation)), Transfers()
+        summing = self._group if several else None  # sums gradients
+        updates, sent = Updates(plan, settings, states, summing, mail, max(per_operation)), Transfers()
         self.workers = [
-            RowFunctions(state, self._load_pieces(state), updates, self._sums, mail, sent) for state in states
+            RowFunctions(state, self._load_pieces(state), updates, summing, mail, sent) for state in states
         ]
         counts_of_cores = [count // threads for count, threads in zip(cores, per_operation, strict=True)]
         self.queue = ReadyQueue(self.workers, counts_of_cores, per_operation)

@@ -189,7 +189,7 @@ class DeviceTensors:
                 self.values[replica][name] = value
 
     def _allocate_recurrent_layers(self, moved: Sequence[Slot], present: Mapping[str, Tensor]) -> None:
-        """Allocate the memory of recurrent layers whose weights come to this device for the first time."""
+        """Allocate one block for the weights of each recurrent layer of which no weight had memory here before."""
         new = (slot for slot in moved if slot.key not in self._memory)
         slot_of = {slot.name: slot for slot in new if present[slot.key].device != self.device}
         lines = (line for piece in self.plan.partition.pieces for line in piece.lines)

@@ -63,9 +63,8 @@ def replace_writes(recorder: GraphRecorder) -> bool:
             changes[node] = change
         sharing[memory[node]].append(node)
 
-    latest = dict[
-        int | None, tuple[fx.Node, int]
-    ]()  # by memory, its value and the position of the last write
+    # By memory, its value and the position of the last write.
+    latest = dict[int | None, tuple[fx.Node, int]]()
 
     def value_now(operand: fx.Node) -> fx.Node:
         value, since = latest.get(memory[operand], (operand, 0))
