@@ -156,7 +156,7 @@ def _record(
         with (
             recorder.saved_tensors_listed(),
             _tracked_calls(module, state, noting),
-            noting.of(state, arguments),
+            noting.note_reads(state, arguments),
         ):
             outputs = list(forward(list(inputs)))
             buffers, reshaped = state.assigned_buffers()
@@ -191,7 +191,7 @@ def _record_again(
     Raise CaptureError if the graphs differ: then the values would be state between calls. (Constants that are made once
     are none.)"""
     names = ", ".join(list(dict.fromkeys(read.path for read in first.changed))[:5])
-    left = [(r, r.found()) for r in first.changed if r.get is dict.get and r.view is None]
+    left = [(r, r.unviewed()) for r in first.changed if r.get is dict.get and r.view is None]
     where = next((first.lines.get(read.path) or read.where for read in first.changed), "") or "forward"
     text = (
         f"{where} changes {names}, which forward also reads: what a call leaves there would be lost for the next one\n"

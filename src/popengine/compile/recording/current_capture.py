@@ -45,7 +45,7 @@ from .user_code import TORCH, user_line
 logger = logging.getLogger("poptorch::python")
 aten = torch.ops.aten
 active: ContextVar[Capture | None] = ContextVar("capture", default=None)
-_SEEDS = (1 << 63) - 1
+_SEED_MASK = (1 << 63) - 1
 LOSSES = frozenset(
     function
     for name, function in vars(functional).items()
@@ -156,8 +156,8 @@ class Capture:
 
     def final_loss(self) -> Tensor:
         """Return the loss to train: the chosen one, else the one recorded loss that no other is computed from."""
-        found = [self.chosen] if self.chosen is not None else list(self.final_losses().values())
-        if not found:
+        losses = [self.chosen] if self.chosen is not None else list(self.final_losses().values())
+        if not losses:
             raise CaptureError(
                 f"Couldn't find a loss in graph! (forward: {self.forward_line})\n"
                 f"  forward was given {self.given or 'no arguments'}\n"
@@ -165,14 +165,14 @@ class Capture:
                 "  fix: compute a torch.nn loss in forward, or mark your own scalar with"
                 ' `poptorch.identity_loss(x, reduction="mean")`; or return your own scalar first, or as "loss"'
             )
-        if len(found) > 1:
-            places = "\n".join(f"  a loss at {where}" for _, where in found)
+        if len(losses) > 1:
+            places = "\n".join(f"  a loss at {where}" for _, where in losses)
             raise CaptureError(
                 f"Multiple independent losses found in graph\n{places}\n"
                 '  fix: join them into one final loss: `poptorch.identity_loss(a + b, reduction="none")`, or return'
                 ' their sum as "loss"'
             )
-        loss, where = found[0]
+        loss, where = losses[0]
         if loss.numel() != 1:
             raise CaptureError(
                 f"the loss at {where} has shape {tuple(loss.shape)}, and training needs a scalar\n"
@@ -193,19 +193,19 @@ class Capture:
     def assigned_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors that forward has assigned to buffers, by name: those with the buffer's shape and dtype, in
         its strides and in memory of their own, which are its values for the next micro-batch; and all others."""
-        kept, reshaped = dict[str, Tensor](), dict[str, Tensor]()
-        of_slots = {storage_of(node) for node in self.recorder.graph.find_nodes(op="placeholder")}
+        next_values, reshaped = dict[str, Tensor](), dict[str, Tensor]()
+        slot_memory = {storage_of(node) for node in self.recorder.graph.find_nodes(op="placeholder")}
         for name, value in self.stand_ins.rebound_buffers().items():
             fake = self.stand_ins.buffers[name]
             if (value.shape, value.dtype) != (fake.shape, fake.dtype):
                 reshaped[name] = value
                 continue
             node = self.recorder.node_of(value)
-            if value.stride() != fake.stride() or node.op == "placeholder" or storage_of(node) in of_slots:
+            if value.stride() != fake.stride() or node.op == "placeholder" or storage_of(node) in slot_memory:
                 self.block = node.meta.get("block", 0)
                 value = with_strides(value, fake.stride())
-            kept[name] = value
-        return kept, reshaped
+            next_values[name] = value
+        return next_values, reshaped
 
     def node_meta(self, func: Any) -> dict[str, Any]:
         """Return the meta of an operation's new node, before the operation runs; for a random operation, also reseed
@@ -221,8 +221,8 @@ class Capture:
                     "  fix: options.randomSeed(seed); or make constant numbers in __init__",
                     user_line(),
                 )
-            self._seeds |= {seed, seed + 1 & _SEEDS}
-            torch.default_generator.manual_seed(seed + 1 & _SEEDS)
+            self._seeds |= {seed, seed + 1 & _SEED_MASK}
+            torch.default_generator.manual_seed(seed + 1 & _SEED_MASK)
         return meta
 
     def _forward_meta(self, func: Any) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class Capture:
 
     def _backward_meta(self) -> dict[str, Any]:
         node = current_autograd_node()
-        is_own = node is None or node.name() == "torch::autograd::AccumulateGrad"  # sums gradients
-        if is_own or not self.places:
+        has_no_place = node is None or node.name() == "torch::autograd::AccumulateGrad"  # sums gradients
+        if has_no_place or not self.places:
             return {"phase": "B", "block": None, "where": "?", "module": "?"}
         number = bisect.bisect_right(self.places, node._sequence_nr(), key=lambda entry: entry[0])
         _, place = self.places[min(number, len(self.places) - 1)]
@@ -261,25 +261,25 @@ def interrupts_delayed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # handlers run in the main thread
         return
-    held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    delayed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: delayed.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+        if delayed:
+            handler(*delayed[0])
 
 
 # `tracing_settings` sets state of the whole process: threads that capture take turns.
-_CAPTURING = threading.RLock()
+_CAPTURE_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
     """Set torch's global state for a capture while the body runs; other threads that capture wait. For an accelerator,
     oneDNN is off, and attention and recurrent layers are operations of Pando: else they would be those of CPUs."""
-    with _CAPTURING, contextlib.ExitStack() as contexts:
+    with _CAPTURE_LOCK, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
             modules = module.modules()

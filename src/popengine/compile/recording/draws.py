@@ -1,4 +1,4 @@
-"""What forward asks of chance and time: random numbers and clocks.
+"""The random numbers that forward draws in Python, and the clocks that it reads.
 
 The values of a recording are the same in each call, so a warning names the user's line.
 """
@@ -25,8 +25,8 @@ _CLOCKS = {
     "today",
     "urandom",
 }
-_NOT_DRAWN = {"seed", "getstate", "setstate"}
-_OF_NUMPY: Any = numpy.random.random.__self__  # its global generator
+_DRAWS_NOTHING = {"seed", "getstate", "setstate"}
+_NUMPY_STATE: Any = numpy.random.random.__self__  # its global generator
 
 
 class Draws:
@@ -35,7 +35,7 @@ class Draws:
     def __init__(self) -> None:
         self.lines: dict[str, str] = {}  # by the user's line, what it draws or asks for
         # Generators with their states, and the user's lines.
-        self._generators: list[tuple[Any, bytes, str]] = [(_OF_NUMPY, pickle.dumps(_OF_NUMPY), "")]
+        self._generators: list[tuple[Any, bytes, str]] = [(_NUMPY_STATE, pickle.dumps(_NUMPY_STATE), "")]
 
     def note_generator(self, value: Any) -> bool:
         """Note a value that forward reads, if it is a generator of numpy's; return whether it is."""
@@ -48,7 +48,7 @@ class Draws:
         """Note a call of a function of C by `code`, if it draws random numbers or reads a clock."""
         name, owner = function.__name__, getattr(function, "__self__", None)
         if isinstance(owner, random.Random):
-            if name not in _NOT_DRAWN:
+            if name not in _DRAWS_NOTHING:
                 self.lines.setdefault(user_line(), "random numbers")
         elif name.removesuffix("_ns") in _CLOCKS and (is_users(code.co_filename) or name == "urandom"):
             module = getattr(owner, "__name__", "") if isinstance(owner, types.ModuleType | type) else ""

@@ -47,8 +47,8 @@ def call_with_matching_types(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_other = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
-    return value.to(dtype) if is_other else value
+    has_other_dtype = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if has_other_dtype else value
 
 
 def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -57,9 +57,9 @@ def _call_norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if len({value.dtype for value in tensors.values()}) <= 1:
         return func(*args, **kwargs)
-    wide = {name: value.float() for name, value in tensors.items()}
-    result = func(**{**given, **wide})
+    in_float32 = {name: value.float() for name, value in tensors.items()}
+    result = func(**{**given, **in_float32})
     for name in ("running_mean", "running_var"):
-        if name in tensors and wide[name] is not tensors[name]:
-            tensors[name].copy_(wide[name])
+        if name in tensors and in_float32[name] is not tensors[name]:
+            tensors[name].copy_(in_float32[name])
     return result.to(tensors["input"].dtype)

@@ -86,8 +86,8 @@ def _computed_in_strides(
     if is_random or not writes_one or not (is_out or schema.name == f"{func._schema.name}_"):
         return with_strides(value, strides)
     if is_out:
-        known = {argument.name for argument in schema.arguments}  # of a factory, not the dtype
-        given = {name: value for name, value in kwargs.items() if name in known}
+        names = {argument.name for argument in schema.arguments}  # of a factory, not the dtype
+        given = {name: value for name, value in kwargs.items() if name in names}
         return target(*args, **given, out=with_strides(value, strides))
     if torch.Tag.pointwise in target.tags:
         return with_strides(value, strides)
@@ -150,7 +150,7 @@ def with_nodes_replaced(graph: Graph, run: Callable[[fx.Node, Mapping[fx.Node, A
     """Return the graph with each node replaced by the operations that `run` runs (see `replay_graph`)."""
     code = replay_graph(graph.code, graph.constants, run).graph
     drop_aliases_and_dead_code(code)
-    outputs: list[Any] = [each.output_node().args[0] for each in (graph.code, code)]
+    outputs: list[Any] = [version.output_node().args[0] for version in (graph.code, code)]
     names = {old.name: new.name for old, new in zip(*outputs, strict=True)}
     results = [replace(result, name=names[result.name]) for result in graph.results]  # an anchor's too
     return replace(graph, code=code, results=tuple(results))
@@ -181,8 +181,8 @@ _OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as
 
 
 def _copy_inputs_before_as_strided(graph: fx.Graph) -> None:
-    """Let operations with an offset from the begin of the memory read copies of the graph's inputs, whose memory begins
-    elsewhere in a run: a micro-batch is a slice of a batch, a weight may be a view."""
+    """Insert copies of the graph's inputs before operations with an offset from the begin of the memory. In a run an
+    input's memory begins elsewhere, because a micro-batch is a slice of a batch, and a weight may be a view."""
     for node in graph.nodes:
         position = _OFFSETS.get(node.target, len(node.args))
         if node.op != "call_function" or position >= len(node.args) or node.args[position] is None:
@@ -224,7 +224,7 @@ def make_functional_graph(
     """Return a functional `Graph` of the recorded operations, whose graph is changed in place. `results` are (kind,
     key, node) of each output and gradient; new values of buffers and inputs are added to them."""
     recorder.graph.output(tuple(node for _, _, node in results))
-    kinds: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
+    pairs: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
     fresh = recorder.fresh
     if any(map(is_write, recorder.graph.nodes)) and not replace_writes(recorder):
         recorder = functionalize_graph(recorder.graph, recorder.constants)
@@ -232,8 +232,8 @@ def make_functional_graph(
     output: Any = graph.output_node()
     for node, value in written.items():
         kind = _result_kind(node, value, trained)
-        if kind is not None and (kind, node.meta["key"]) not in kinds:  # it may be assigned as well
-            kinds.append((kind, node.meta["key"]))
+        if kind is not None and (kind, node.meta["key"]) not in pairs:  # it may be assigned as well
+            pairs.append((kind, node.meta["key"]))
             output.args = ((*output.args[0], value),)
     drop_aliases_and_dead_code(graph)
     _check_lost_writes({node: value for node, value in written.items() if node.meta["key"] not in fresh})
@@ -244,13 +244,13 @@ def make_functional_graph(
     placeholders = graph.find_nodes(op="placeholder")
     keys = [node.meta["key"] for node in placeholders if node.meta["role"] == "constant"]
     # The program may change a tensor that forward has not made.
-    kept = {key: constants[key] if key in fresh else materialized_copy(constants[key]) for key in keys}
+    fixed = {key: constants[key] if key in fresh else materialized_copy(constants[key]) for key in keys}
     return Graph(
         tuple(Slot(n.name, n.meta["role"], n.meta["key"], *shape_and_dtype(n)) for n in placeholders),
         tuple(
-            Result(n.name, *kind, *shape_and_dtype(n)) for kind, n in zip(kinds, output.args[0], strict=True)
+            Result(n.name, *pair, *shape_and_dtype(n)) for pair, n in zip(pairs, output.args[0], strict=True)
         ),
-        kept,
+        fixed,
         visits,
         graph,
     )

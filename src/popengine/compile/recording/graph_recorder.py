@@ -112,13 +112,13 @@ def _empty_grouped_mm(
 
 def sources_of(nodes: Iterable[fx.Node], among: Container[fx.Node] | None = None) -> set[fx.Node]:
     """Return `nodes` and all nodes from which these are computed. With `among`, follow and return only nodes in it."""
-    found = set(nodes)
-    stack = list(found)
+    sources = set(nodes)
+    stack = list(sources)
     while stack:
-        new = {n for n in stack.pop().all_input_nodes if n not in found and (among is None or n in among)}
-        found |= new
+        new = {n for n in stack.pop().all_input_nodes if n not in sources and (among is None or n in among)}
+        sources |= new
         stack += new
-    return found
+    return sources
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -154,9 +154,9 @@ class GraphRecorder(TorchDispatchMode):
 
     def node_of(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor. A real tensor without a node is added as an input of the graph."""
-        known = self._node_by_id.get(id(value))
-        if known is not None:
-            return known
+        node = self._node_by_id.get(id(value))
+        if node is not None:
+            return node
         if self._outer_role == "constant" and isinstance(value, FakeTensor):
             raise CaptureError(
                 f"a tensor of shape {tuple(value.shape)} that is used or returned at {user_line()} has no value, and"
@@ -218,7 +218,7 @@ def _has_default_dtype(func: Any) -> bool:
     """Return whether the operation makes a tensor of no other one, with a keyword argument for the dtype."""
     arguments = func._schema.arguments
     takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
-    return not takes_tensors and any(each.name == "dtype" and each.kwarg_only for each in arguments)
+    return not takes_tensors and "dtype" in [argument.name for argument in arguments if argument.kwarg_only]
 
 
 def _without_generator(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -239,7 +239,7 @@ def _without_generator(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any
 
 # ---- the forward ------------------------------------------------------------------------------------------
 
-_OTHER_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
+_CHANGES_MEMORY = (aten.set_, aten.resize_, aten.resize_as_)
 
 
 class CaptureRecorder(GraphRecorder):
@@ -261,7 +261,7 @@ class CaptureRecorder(GraphRecorder):
     def saved_tensors_listed(self) -> Iterator[None]:
         """Run the body, and keep the tensors that autograd saves for backward in `_saved`, by autograd's hooks.
 
-        torch.func, which allows no hooks, is told that there are none: what it saves is no fake tensor.
+        torch.func refuses to run under hooks, so its check is replaced. The tensors that it saves are no fake tensors.
         """
 
         def pack(value: Tensor) -> list[Tensor]:
@@ -291,7 +291,7 @@ class CaptureRecorder(GraphRecorder):
             return args[0].device
         if func is aten.resize_.default and tuple(args[1]) == args[0].shape:  # by an `out=`
             return args[0]
-        if func.overloadpacket in _OTHER_MEMORY:
+        if func.overloadpacket in _CHANGES_MEMORY:
             raise CaptureError(
                 f"{func} gives a tensor another memory or size, at {user_line()}\n"
                 "  why: a compiled model has the shapes of its capture, and its tensors keep their memory\n"
@@ -323,10 +323,10 @@ class CaptureRecorder(GraphRecorder):
         """Return the stand-in of a weight; of another real tensor, unless 0-d, that of a constant; else `value`."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        found = self.stand_in_of(value)
+        stand_in = self.stand_in_of(value)
         # A tensor without dimensions may be a number, and torch promotes numbers and tensors differently.
-        if found is not value or not value.dim():
-            return found
+        if stand_in is not value or not value.dim():
+            return stand_in
         node = self.node_of(value)
         return self.assign_tensor(node, empty_like(value)) if node.meta["val"] is value else node.meta["val"]
 
@@ -334,27 +334,27 @@ class CaptureRecorder(GraphRecorder):
         """Return the result of an operation that reads constants, or raise `error` if it reads other values. Of an
         index operation only the masks are read: they become tensors of positions."""
 
-        def known_value(leaf: Any) -> Any:
+        def constant_value(leaf: Any) -> Any:
             value = self.value_of(leaf) if isinstance(leaf, Tensor) else leaf
             if value is None and leaf is not None:
                 raise error
             return value
 
         if func not in (aten.index.Tensor, aten.masked_select.default):
-            return self._run_on_real_values(func, *tree_map(known_value, (args, kwargs)))
+            return self._run_on_real_values(func, *tree_map(constant_value, (args, kwargs)))
         value, indices = args
         if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(value.shape, indices.shape)
             value, indices = value.expand(shape), [indices.expand(shape)]
-        found: list[Any] = []
+        read_indices: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 with disable_dispatch_modes():
-                    positions = known_value(index).nonzero().unbind(1)
-                found += map(self.add_constant, positions)
+                    positions = constant_value(index).nonzero().unbind(1)
+                read_indices += map(self.add_constant, positions)
             else:
-                found.append(index)
-        return aten.index.Tensor(value, found)
+                read_indices.append(index)
+        return aten.index.Tensor(value, read_indices)
 
     def _run_on_real_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on real tensors, unrecorded; return the result, with a constant for each dense tensor."""
@@ -374,10 +374,9 @@ class CaptureRecorder(GraphRecorder):
             for node in self.graph.nodes:
                 if node not in self._values:
                     self._compute_value(node)
-            known = self._values[wanted]
             keys = (node.meta["key"] for node in sources_of([wanted]) if node.op == "placeholder")
             self.values_read += [self.constants[key] for key in keys if key in self.constants]
-            return None if known is None else known.clone()
+            return None if self._values[wanted] is None else self._values[wanted].clone()
 
     def _compute_value(self, node: fx.Node) -> None:
         """Set a node's value in `_values`, None if it is unknown; then the values in memory that it writes are, too."""

@@ -23,7 +23,7 @@ logger = logging.getLogger("poptorch::python")
 _SHELVES = {"_parameters", "_buffers", "_modules"}
 # Types of objects that are not searched.
 _CLOSED = (NoneType, str, bytes, int, float, Tensor, type, ModuleType, CodeType, FrameType)
-_MOST_OBJECTS = 300_000  # that a search visits
+_MAX_OBJECTS = 300_000  # that a search visits
 
 
 class StoredValue(NamedTuple):
@@ -39,23 +39,25 @@ def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = Non
     """Return the fake tensors that are reachable from a value through attributes, containers, generators and
     closures, each with its shortest path, which begins with `path`; not those in modules' parameters. Add the ids of
     what was searched to `seen`, and search no more in what is there."""
-    found: list[StoredValue] = []
+    leftovers: list[StoredValue] = []
     seen = set() if seen is None else seen
     queue = deque([StoredValue(path, value, lambda value: None)])
-    while queue and len(seen) < _MOST_OBJECTS:
+    while queue and len(seen) < _MAX_OBJECTS:
         item = queue.popleft()
         if isinstance(item.value, FakeTensor):
-            found.append(item)
-        elif id(item.value) not in seen and not isinstance(item.value, _CLOSED) and not _is_own(item.value):
+            leftovers.append(item)
+        elif id(item.value) not in seen and not _is_closed(item.value):
             seen.add(id(item.value))
             queue += _values_held_by(*item[:3])
-    return found
+    return leftovers
 
 
-def _is_own(value: Any) -> bool:
-    """Return whether a value is an object of Pando's: an executor that the model reaches (over Lightning's trainer)
-    leads to other models and to all globals. Its modules hold what the user's forward puts there."""
-    return package_of(type(value)) in PANDO and not isinstance(value, nn.Module)
+def _is_closed(value: Any) -> bool:
+    """Return whether a value is not searched: of a closed type, or an object of Pando's, since an executor that the
+    model reaches (over Lightning's trainer) leads to other models and to all globals. Pando's modules are searched,
+    because the user's forward may set their attributes."""
+    is_of_pando = package_of(type(value)) in PANDO and not isinstance(value, nn.Module)
+    return is_of_pando or isinstance(value, _CLOSED)
 
 
 def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
@@ -73,13 +75,13 @@ def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterat
                 yield StoredValue(name, cell.cell_contents, put)
         return
     try:
-        own = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
+        attributes = object.__getattribute__(value, "__dict__")  # proxies would do something of their own
     except AttributeError:  # tuples, sets, methods, slots, iterators and generators
         yield from [StoredValue(f"{path}[...]", part, put) for part in gc.get_referents(value)]
         return
     is_module = isinstance(value, nn.Module)
-    for name in own.keys() - _SHELVES if is_module else own.keys():
-        yield StoredValue(f"{path}.{name}", own[name], partial(own.__setitem__, name))
+    for name in attributes.keys() - _SHELVES if is_module else attributes.keys():
+        yield StoredValue(f"{path}.{name}", attributes[name], partial(attributes.__setitem__, name))
     if is_module:
         yield from [StoredValue(f"{path}.{name}", child, put) for name, child in value.named_children()]
 
@@ -157,11 +159,11 @@ class Shelves(dict[int, Shelf]):
                 )
 
 
-def check_none_left(module: nn.Module, others: Iterable[tuple[Any, str]]) -> None:
-    """Raise CaptureError if fake tensors are left in a module, or in `others`: (value, path) pairs."""
+def check_none_left(module: nn.Module, elsewhere: Iterable[tuple[Any, str]]) -> None:
+    """Raise CaptureError if fake tensors are left in a module, or in `elsewhere`: (value, path) pairs."""
     seen = set[int]()
-    found = [fake_tensors_in(value, path, seen) for value, path in ((module, "model"), *others)]
-    paths = sorted({leftover.path for each in found for leftover in each})
+    leftovers = [fake_tensors_in(value, path, seen) for value, path in ((module, "model"), *elsewhere)]
+    paths = sorted({stored.path for of_object in leftovers for stored in of_object})
     if paths:
         raise CaptureError(
             f"the forward leaves tensors behind in {', '.join(paths)}\n"

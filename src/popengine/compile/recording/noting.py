@@ -50,11 +50,11 @@ _PARTS += ("func", "args", "keywords", "fget", "__wrapped__")
 _CACHED = type(functools.cache(len))
 _WRAPPERS = (types.MethodType, staticmethod, classmethod, partial, functools.partialmethod, property, _CACHED)
 # Values that change in place, and what they are compared as.
-_VIEWS: dict[type, Callable[[Any], Any]] = {kind: bytes for kind in (bytearray, memoryview, array.array)}
+_VIEWS: dict[type, Callable[[Any], Any]] = {cls: bytes for cls in (bytearray, memoryview, array.array)}
 _VIEWS |= {set: frozenset, numpy.ndarray: numpy.copy}
 _CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
 _HELD = (*_CONTAINERS, types.SimpleNamespace)  # of which all items are noted
-_OF_ITEMS = {len, tuple, *(kind.__getitem__ for kind in _CONTAINERS)}
+_ITEM_READS = {len, tuple, *(cls.__getitem__ for cls in _CONTAINERS)}
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 
 
@@ -62,7 +62,7 @@ _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _SHELVES = [lambda m, name=name: vars(m)[name] for name in ("_modules", "_buffers", "_parameters")]
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -83,11 +83,11 @@ class Noting(TorchFunctionMode):
         self.draws = Draws()
         self._capture: Capture | None = None
         # Objects that forward has reached, by id, with their paths, and the reads that have found them.
-        self._known: dict[int, tuple[Any, str, Read | None]] = {
+        self._reached: dict[int, tuple[Any, str, Read | None]] = {
             id(m): (m, name, None) for name, m in module.named_modules()
         }
-        self._layers = set(self._known)
-        self._done: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
+        self._layers = set(self._reached)
+        self._accessed: set[tuple[int, Any]] = set()  # (id of a known object, name) that was read or written
         self._functions: dict[types.CodeType, list[types.FunctionType]] = {}  # that were read
         self._ran: dict[types.CodeType, None] = {}
         self._names: frozenset[str] = frozenset()  # in the functions that ran
@@ -99,14 +99,14 @@ class Noting(TorchFunctionMode):
         self._caches: list[tuple[Any, Any]] = []  # of functions, with their `cache_info()` before
 
     @contextlib.contextmanager
-    def of(self, capture: Capture, arguments: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    def note_reads(self, capture: Capture, arguments: Iterable[tuple[Any, str]]) -> Iterator[None]:
         """Note the reads of the body, the forward of a capture. `arguments`: objects that are passed to forward, with
         their paths."""
         self._capture = capture
         with self._undo:
             watch_class(nn.Module, self, self._undo)
             for value, path in (*arguments, *capture.stand_ins.hooks):
-                self._add(Read(path, _itself, value))
+                self._add_read(Read(path, _identity, value))
             self.note_functions(hook for hook, _ in capture.stand_ins.hooks)
             for name, real, _ in capture.stand_ins.members:  # stand-ins have the same attributes
                 self._note_items(vars(real), name, None, dot=".")
@@ -148,7 +148,7 @@ class Noting(TorchFunctionMode):
             if id(value) in contents:
                 read.view = lambda value: value.detach().clone()
             elif id(value) in keys:
-                self.reads.tensors[keys[id(value)]] = read.found
+                self.reads.tensors[keys[id(value)]] = read.unviewed
                 read.view = layout_of
             elif id(value) in as_they_are:  # the template has this tensor
                 read.view = id
@@ -171,9 +171,9 @@ class Noting(TorchFunctionMode):
             used, parent = {WHOLE}, read.parent
             if parent is not None and isinstance(parent.value, _HELD):
                 used = uses.get(parent.path.rpartition(".")[2], used)
-            if read.parent in unused or (not used and read.get in _OF_ITEMS):
+            if read.parent in unused or (not used and read.get in _ITEM_READS):
                 unused.add(read)
-            elif WHOLE in used or read.get not in _OF_ITEMS or not isinstance(read.args[0], dict):
+            elif WHOLE in used or read.get not in _ITEM_READS or not isinstance(read.args[0], dict):
                 kept.append(read)
             elif read.get is dict.__getitem__:
                 (kept.append if read.args[1] in used else unused.add)(read)
@@ -186,10 +186,10 @@ class Noting(TorchFunctionMode):
 
     def containers(self) -> list[tuple[Any, str]]:
         """Return the containers that forward has read, with their paths, without default values of arguments."""
-        known = [pair[:2] for pair in self._known.values() if isinstance(pair[0], dict | list | deque)]
+        pairs = [pair[:2] for pair in self._reached.values() if isinstance(pair[0], dict | list | deque)]
         return [
             (value, path)
-            for value, path in known
+            for value, path in pairs
             if "__defaults__" not in path and "__kwdefaults__" not in path
         ]
 
@@ -201,14 +201,14 @@ class Noting(TorchFunctionMode):
 
     def after_read(self, owner: Any, name: str, value: Any, is_plain: bool) -> None:
         """Note that an attribute is `value`. `is_plain`: the class has no `__getattribute__` of its own."""
-        known = self._known.get(id(owner))
-        if known is None or name in _NOT_NOTED or (id(owner), name) in self._done:
+        reached = self._reached.get(id(owner))
+        if reached is None or name in _NOT_NOTED or (id(owner), name) in self._accessed:
             return
         if name[:2] != "__":
-            self._note_attribute(owner, name, value, is_plain, *known[1:])
+            self._note_attribute(owner, name, value, is_plain, *reached[1:])
         elif name == "__dict__" and not isinstance(owner, nn.Module):  # of modules torch reads it often
-            self._done.add((id(owner), name))
-            self._note_items(value, *known[1:], _dictionary_of, ".")
+            self._accessed.add((id(owner), name))
+            self._note_items(value, *reached[1:], _dictionary_of, ".")
 
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
@@ -217,22 +217,22 @@ class Noting(TorchFunctionMode):
             path = type(owner).__name__
             for shelf in (vars(owner), owner._parameters, owner._buffers):
                 self._shelves.add(shelf, shelf, path)
-        if (known := self._known.get(id(owner))) is not None:
-            is_read = (id(owner), name) in self._done
+        if (reached := self._reached.get(id(owner))) is not None:
+            is_read = (id(owner), name) in self._accessed
             if is_read and isinstance(owner, nn.Module) and vars(owner).get(name, MISSING) is value:
                 return
-            path = f"{known[1]}.{name}".lstrip(".")
+            path = f"{reached[1]}.{name}".lstrip(".")
             if is_read:
                 self.lines.setdefault(path, user_line())
-            self._done.add((id(owner), name))
+            self._accessed.add((id(owner), name))
             if isinstance(owner, nn.Module) and name not in _NOT_NOTED and self._capture is not None:
                 self._capture.written[path] = _dictionary_of(owner), name
 
     def _watch_module(self, module: types.ModuleType) -> None:
         """Note reads of a module's attributes, until the end."""
-        if is_opaque_module(vars(module)) or id(module) in self._known:
+        if is_opaque_module(vars(module)) or id(module) in self._reached:
             return
-        self._known[id(module)] = module, module.__name__, None
+        self._reached[id(module)] = module, module.__name__, None
         if type(module) is types.ModuleType:
             module.__class__ = self._module_class
             self._undo.callback(setattr, module, "__class__", types.ModuleType)
@@ -246,53 +246,54 @@ class Noting(TorchFunctionMode):
             return
         if isinstance(owner, nn.Module) and name in vars(nn.Module) and name != "forward":
             return
-        self._done.add((id(owner), name))
+        self._accessed.add((id(owner), name))
         note = partial(Read, f"{path}.{name}".lstrip("."), parent=parent)
-        if (id(owner), type) not in self._done and not isinstance(owner, types.ModuleType):
-            self._done.add((id(owner), type))
-            self.reads.all.append(Read(path or "the model", type, owner, parent=parent, locate=_itself))
+        if (id(owner), type) not in self._accessed and not isinstance(owner, types.ModuleType):
+            self._accessed.add((id(owner), type))
+            self.reads.all.append(Read(path or "the model", type, owner, parent=parent, locate=_identity))
         shelves = ()
         with contextlib.suppress(AttributeError):  # it has slots
-            own = _dictionary_of(owner)
-            if name in _HOOKS and not own.get(name, True):  # of most layers; the dictionary is never replaced
-                self.reads.all.append(note(len, own[name], locate=lambda m: vars(m)[name]))
+            attributes = _dictionary_of(owner)
+            # Most layers have no hooks, and the dictionary is never replaced.
+            if name in _HOOKS and not attributes.get(name, True):
+                self.reads.all.append(note(len, attributes[name], locate=lambda m: vars(m)[name]))
                 return
             shelves = (_dictionary_of, *(_SHELVES if isinstance(owner, nn.Module) else ()))
         self._note_class(type(owner), {name})
         in_class = next((vars(b)[name] for b in _users_bases(type(owner)) if name in vars(b)), MISSING)
-        found = [locate for locate in shelves if name in locate(owner)][:1]
-        for locate in found or (shelves if value is MISSING else shelves[:1]):
-            self._add(note(dict.get, locate(owner), name, MISSING, locate=locate))
+        containing = [locate for locate in shelves if name in locate(owner)][:1]
+        for locate in containing or (shelves if value is MISSING else shelves[:1]):
+            self._add_read(note(dict.get, locate(owner), name, MISSING, locate=locate))
             if name in locate(owner):
                 return
         is_slot = isinstance(in_class, types.MemberDescriptorType)
-        is_own = is_slot or not (hasattr(in_class, "__get__") or (is_plain and in_class is value))
-        if value is not MISSING and is_own:
+        is_of_object = is_slot or not (hasattr(in_class, "__get__") or (is_plain and in_class is value))
+        if value is not MISSING and is_of_object:
             # From a slot, or by a `__getattribute__` of its own.
-            self._add(note(getattr, owner, name, locate=_itself))
+            self._add_read(note(getattr, owner, name, locate=_identity))
 
-    def _note_class(self, kind: type, names: Iterable[str]) -> None:
+    def _note_class(self, cls: type, names: Iterable[str]) -> None:
         """Note these attributes of a class and its bases, also for `super()`."""
-        for name, base in product(names, _users_bases(kind)):
-            if (id(base), name) not in self._done:
-                self._done.add((id(base), name))
-                path, get = f"{kind.__name__}.{name}", types.MappingProxyType.get
-                self._add(Read(path, get, vars(base), name, MISSING))
+        for name, base in product(names, _users_bases(cls)):
+            if (id(base), name) not in self._accessed:
+                self._accessed.add((id(base), name))
+                path, get = f"{cls.__name__}.{name}", types.MappingProxyType.get
+                self._add_read(Read(path, get, vars(base), name, MISSING))
 
-    def _note_class_value(self, kind: type) -> None:
+    def _note_class_value(self, cls: type) -> None:
         """Note the attributes of a class that functions name, which have run or will run."""
-        if kind not in self._classes and not is_opaque(kind):
-            own: dict[str, Any] = {}
-            for base in _users_bases(kind):
+        if cls not in self._classes and not is_opaque(cls):
+            attributes: dict[str, Any] = {}
+            for base in _users_bases(cls):
                 self._shelves.add(base, vars(base), base.__name__)
-                own |= vars(base)
-            self._classes[kind] = names = frozenset(name for name in own if name[:2] != "__")
-            called = {name for name in own.keys() - names if isinstance(own[name], types.FunctionType)}
-            self._note_class(kind, called | names & self._names)
+                attributes |= vars(base)
+            self._classes[cls] = names = frozenset(name for name in attributes if name[:2] != "__")
+            methods = {n for n, f in attributes.items() if isinstance(f, types.FunctionType)} - names
+            self._note_class(cls, methods | names & self._names)
 
     # ---- values --------------------------------------------------------------------------------------------
 
-    def _add(self, read: Read) -> None:
+    def _add_read(self, read: Read) -> None:
         """Note a read, and what its value contains: items, or attributes when they are read."""
         value = read.value
         if isinstance(value, FakeTensor) or package_of(value) in PANDO:
@@ -308,26 +309,26 @@ class Noting(TorchFunctionMode):
             self._tensors.append(read)
             if vars(value):
                 self._note_items(vars(value), read.path, read, vars, ".")
-        elif id(value) not in self._known:
-            self._known[id(value)] = value, read.path, read
-            self._look_into(value, read)
-        elif self._known[id(value)][2] is None:  # a layer
-            self._known[id(value)] = value, self._known[id(value)][1], read
+        elif id(value) not in self._reached:
+            self._reached[id(value)] = value, read.path, read
+            self._note_content(value, read)
+        elif self._reached[id(value)][2] is None:  # a layer
+            self._reached[id(value)] = value, self._reached[id(value)][1], read
             read.is_content = _is_without_weights(value)
 
-    def _look_into(self, value: Any, read: Read) -> None:
+    def _note_content(self, value: Any, read: Read) -> None:
         """Note the content of the value of a read."""
-        kind = type(value)
+        cls = type(value)
         view = next((view for viewed, view in _VIEWS.items() if isinstance(value, viewed)), None)
         read.is_content = view is not None or isinstance(value, (*_HELD, *_WRAPPERS))
         if view is not None:
-            self.reads.all.append(Read(read.path, _itself, value, parent=read, locate=_itself, view=view))
+            self.reads.all.append(Read(read.path, _identity, value, parent=read, locate=_identity, view=view))
             for item in value if isinstance(value, set) else ():
-                self._add(Read(f"an item of {read.path}", _itself, item, parent=read))
+                self._add_read(Read(f"an item of {read.path}", _identity, item, parent=read))
         elif isinstance(value, _CONTAINERS):
             self._note_items(value, read.path, read)
         elif isinstance(value, types.FunctionType):
-            self._meet_function(value)
+            self._add_function(value)
             if vars(value):
                 self._note_items(vars(value), value.__name__, read, vars, ".")
         elif isinstance(value, _WRAPPERS):
@@ -337,11 +338,11 @@ class Noting(TorchFunctionMode):
                 self.note_functions([value.__wrapped__])
         elif isinstance(value, nn.Module):
             read.is_content = _is_without_weights(value)
-        elif not self.draws.note_generator(value) and not is_opaque(kind):
+        elif not self.draws.note_generator(value) and not is_opaque(cls):
             read.is_content |= not isinstance(value, _PLAIN)
-        if not is_opaque(kind):
-            self._note_class_value(kind)
-            if not watch_class(kind, self, self._undo) and hasattr(value, "__dict__"):
+        if not is_opaque(cls):
+            self._note_class_value(cls)
+            if not watch_class(cls, self, self._undo) and hasattr(value, "__dict__"):
                 self._note_items(_dictionary_of(value), read.path, read, _dictionary_of, ".")
 
     def _note_items(
@@ -349,20 +350,20 @@ class Noting(TorchFunctionMode):
         container: Any,
         path: str,
         parent: Read | None,
-        locate: Callable[[Any], Any] = _itself,
+        locate: Callable[[Any], Any] = _identity,
         dot: str = "",
     ) -> None:
         """Note the items of a container, of the value of the read `parent`; `locate` finds it there."""
         part = partial(Read, path, parent=parent, locate=locate, where=user_line() if container else "")
         mapping = isinstance(container, dict | types.MappingProxyType)
         self.reads.all.append(part(tuple if mapping and container else len, container))
-        kinds = (kind for kind in _CONTAINERS if isinstance(container, kind))
-        base: Any = next(kinds)  # a subclass may make its items at each access
+        # A subclass may make its items at each access.
+        base: Any = next(cls for cls in _CONTAINERS if isinstance(container, cls))
         items = base.items(container) if mapping else enumerate(base.__iter__(container))
         for key, _ in items:
             if not (dot and key in _NOT_NOTED):
                 name = f"{path}.{key}".lstrip(".") if dot else f"{path}[{key!r}]"
-                self._add(Read(name, base.__getitem__, container, key, parent=parent, locate=locate))
+                self._add_read(Read(name, base.__getitem__, container, key, parent=parent, locate=locate))
 
     # ---- functions -----------------------------------------------------------------------------------------
 
@@ -380,9 +381,9 @@ class Noting(TorchFunctionMode):
         elif event == "c_call":
             self.draws.note_call(code, argument)
 
-    def note_function(self, code: types.CodeType, scope: dict[str, Any], kind: type = NoneType) -> None:
-        """Note what a function reads that runs, and attributes of the class `kind` of its first argument."""
-        self._note_class_value(kind)
+    def note_function(self, code: types.CodeType, scope: dict[str, Any], cls: type = NoneType) -> None:
+        """Note what a function reads that runs, and attributes of the class `cls` of its first argument."""
+        self._note_class_value(cls)
         if code in self._ran:
             return
         self._ran[code] = None
@@ -390,19 +391,19 @@ class Noting(TorchFunctionMode):
         self._note_names(scope, globals_in(code))
         new = names_in(code) - self._names
         self._names |= new
-        for known, own in list(self._classes.items()):
-            self._note_class(known, new & own)
+        for met_class, attributes in list(self._classes.items()):
+            self._note_class(met_class, new & attributes)
         for function in self._functions.get(code, ()):
             self._note_function_parts(function)
 
-    def note_functions(self, functions: Iterable[Any], kind: type = NoneType) -> None:
-        """Note what functions, or methods of the class `kind`, read that run where the profile function is off."""
+    def note_functions(self, functions: Iterable[Any], cls: type = NoneType) -> None:
+        """Note what functions, or methods of the class `cls`, read that run where the profile function is off."""
         for function in functions:
             if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
-                self._meet_function(function)
-                self.note_function(function.__code__, function.__globals__, kind)
+                self._add_function(function)
+                self.note_function(function.__code__, function.__globals__, cls)
 
-    def _meet_function(self, function: Any) -> None:
+    def _add_function(self, function: Any) -> None:
         """Note a function that may run, and the functions that it wraps."""
         while isinstance(function, types.FunctionType):
             self._functions.setdefault(function.__code__, []).append(function)
@@ -413,9 +414,9 @@ class Noting(TorchFunctionMode):
     def _note_names(self, scope: dict[str, Any], names: frozenset[str]) -> None:
         """Note the names that are found in a module's globals."""
         for name in names & scope.keys():
-            if (id(scope), name) not in self._done:
-                self._done.add((id(scope), name))
-                self._add(Read(name, dict.get, scope, name, MISSING))
+            if (id(scope), name) not in self._accessed:
+                self._accessed.add((id(scope), name))
+                self._add_read(Read(name, dict.get, scope, name, MISSING))
         for name in names:  # imported by the function itself
             for module in (sys.modules.get(name), sys.modules.get(f"{scope.get('__package__')}.{name}")):
                 if isinstance(module, types.ModuleType):
@@ -423,7 +424,7 @@ class Noting(TorchFunctionMode):
 
     def _note_function_parts(self, function: types.FunctionType) -> None:
         """Note the code, outer variables and default values of a function, and its attributes."""
-        *_, read = self._known.get(id(function), (None,))
+        *_, read = self._reached.get(id(function), (None,))
         if read is not None:
             read.is_content = True
         self._note_parts(function, read)
@@ -439,20 +440,20 @@ class Noting(TorchFunctionMode):
                 locate=lambda f, index=index: f.__closure__[index],
             )
             if variable.value is not MISSING:  # bound
-                self._add(variable)
+                self._add_read(variable)
 
     def _note_parts(self, value: Any, read: Read | None) -> None:
         for name in _PARTS:
             if hasattr(value, name):
                 path = f"{value.__name__}.{name}" if read is None else f"{read.path}.{name}"
-                self._add(Read(path, getattr, value, name, parent=read, locate=_itself))
+                self._add_read(Read(path, getattr, value, name, parent=read, locate=_identity))
 
 
-def _users_bases(kind: type) -> list[type]:
+def _users_bases(cls: type) -> list[type]:
     """Return a class and its bases, without nn.Module and object."""
-    return [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    return [base for base in cls.__mro__ if base not in (nn.Module, object)]
 
 
 def _is_without_weights(layer: nn.Module) -> bool:
-    own = _dictionary_of(layer)
-    return not (own["_modules"] or own["_parameters"] or own["_buffers"])
+    attributes = _dictionary_of(layer)
+    return not (attributes["_modules"] or attributes["_parameters"] or attributes["_buffers"])

@@ -47,7 +47,7 @@ class Read:
         self.parent, self.locate, self.is_content = parent, locate, False
         self.value = self.present()
 
-    def found(self) -> Any:
+    def unviewed(self) -> Any:
         """Return the present value, without `view`."""
         return self.get(*self.args)
 
@@ -74,21 +74,21 @@ class Reads:
     def __init__(self) -> None:
         self.all: list[Read] = []  # the read of an object precedes those of its parts
         self.dropped: set[str] = set()  # paths of values that forward changes itself
-        self.has_draws = False  # whether forward asks for random numbers of Python, or the time
+        self.has_draws = False  # whether forward draws random numbers of Python, or reads a clock
         self.tensors: dict[str, Callable[[], Tensor]] = {}
         self._is_same: Callable[[], bool] | None = None  # compares by identity
 
     def hold(self) -> bool:
         """Return whether all values are as they were, or other objects with equal content."""
         if self._is_same is None:
-            self._is_same = _comparison_of(self.all)
+            self._is_same = _make_comparison(self.all)
         if self._is_same():
             return True
         moved: dict[Read, Any] = {}
         if next(self._differing(moved), None) is not None:
             return False
         for read in self.all:
-            read.args = _args_of(read, moved)
+            read.args = _moved_args(read, moved)
             read.value = moved.get(read, read.value)
         self._is_same = None
         return True
@@ -100,7 +100,7 @@ class Reads:
     def _differing(self, moved: dict[Read, Any]) -> Iterator[Read]:
         """Yield the reads with a different value. Add those with a new, equal object to `moved`, with the object."""
         for read in self.all:
-            now = read.present(*_args_of(read, moved))
+            now = read.present(*_moved_args(read, moved))
             is_same = now is read.value or are_same(read.value, now)
             if not is_same and not (read.is_content and type(now) is type(read.value)):
                 yield read
@@ -108,9 +108,9 @@ class Reads:
                 moved[read] = now
 
     def drop(self, paths: Container[str]) -> None:
-        """Compare values with these paths, and what is in them, no more; but plain tensors, which each call binds."""
+        """Stop comparing the values with these paths, and their parts, except plain tensors, which each call binds."""
         dropped = set[Read]()
-        bound = {getattr(find, "__self__", None) for find in self.tensors.values()}
+        bound = {getattr(read_tensor, "__self__", None) for read_tensor in self.tensors.values()}
         for read in self.all:
             if read not in bound and (read.path in paths or read.parent in dropped):
                 dropped.add(read)
@@ -118,13 +118,13 @@ class Reads:
         self._is_same = None
 
     def renew(self) -> None:
-        """Take over the present values."""
+        """Replace the recorded values by the present ones."""
         for read in self.all:
             read.value = read.present()
         self._is_same = None
 
 
-def _args_of(read: Read, moved: dict[Read, Any]) -> tuple[Any, ...]:
+def _moved_args(read: Read, moved: dict[Read, Any]) -> tuple[Any, ...]:
     """Return the arguments of a read's `get`, if the objects in `moved` are in the place of others."""
     if read.locate is None or read.parent not in moved:
         return read.args
@@ -132,10 +132,10 @@ def _args_of(read: Read, moved: dict[Read, Any]) -> tuple[Any, ...]:
 
 
 _PLAIN_CONTAINERS = (dict, MappingProxyType, list, tuple)
-_GET_ITEM = {dict.get, MappingProxyType.get, *(kind.__getitem__ for kind in _PLAIN_CONTAINERS)}
+_GET_ITEM = {dict.get, MappingProxyType.get, *(cls.__getitem__ for cls in _PLAIN_CONTAINERS)}
 
 
-def _comparison_of(reads: list[Read]) -> Callable[[], bool]:
+def _make_comparison(reads: list[Read]) -> Callable[[], bool]:
     """Return a function that compares values by identity, in loops of C."""
     viewed = [read for read in reads if read.view is not None]
     empty = [read.args[0] for read in reads if read.get is len and not read.value]
@@ -170,7 +170,7 @@ _HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accu
 
 def gradient_hooks(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, Any], ...]:
     """Return (name, hook) of each present gradient hook of these tensors."""
-    shelves = (pair for kind in _HOOKS for pair in zip(tensors, map(kind, tensors.values()), strict=True))
+    shelves = (pair for get in _HOOKS for pair in zip(tensors, map(get, tensors.values()), strict=True))
     return tuple((name, hook) for name, hooks in shelves if hooks for hook in hooks.values())
 
 

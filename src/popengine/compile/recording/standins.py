@@ -45,10 +45,10 @@ class StandIns:
         self,
         module: nn.Module,
         training: bool,
-        others: Mapping[str, Tensor] = MappingProxyType({}),
+        reshaped: Mapping[str, Tensor] = MappingProxyType({}),
         constant: Container[str] = (),
     ) -> None:
-        """`others`: by name, fake tensors with the shapes and dtypes of some buffers' stand-ins; `constant`: names of
+        """`reshaped`: by name, fake tensors with the shapes and dtypes of some buffers' stand-ins; `constant`: names of
         buffers without a stand-in."""
         buffers = {name: real for name, real in module.named_buffers() if name not in constant}
         named = [*module.named_parameters(), *buffers.items()]
@@ -58,7 +58,7 @@ class StandIns:
             name: nn.Parameter(empty_like(real), requires_grad=real.requires_grad)
             for name, real in module.named_parameters()
         }
-        self.buffers = {name: empty_like(others.get(name, real)) for name, real in buffers.items()}
+        self.buffers = {name: empty_like(reshaped.get(name, real)) for name, real in buffers.items()}
         fakes = {**self.parameters, **self.buffers}
         self.members = [_Member(name, real, fakes[name]) for name, real in named]
         for _, real, fake in self.members:
@@ -108,7 +108,7 @@ class StandIns:
     def stand_in_of_operand(self, value: Any) -> Any:
         """Return `stand_in_of(value)`. Add a real tensor of which autograd has recorded the use to `orphans`."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
-        if is_real and value.requires_grad and not any(known is value for known, _ in self.orphans):
+        if is_real and value.requires_grad and not any(orphan is value for orphan, _ in self.orphans):
             self.orphans.append((value, user_line()))
         return self.stand_in_of(value)
 
@@ -204,18 +204,18 @@ class StandIns:
     def rebound_buffers(self) -> dict[str, Tensor]:
         """Return, by canonical name, the tensors that forward has assigned to buffers. Raise CaptureError if a buffer
         has two names, of which forward has reassigned one."""
-        found: dict[str, Tensor] = {}
+        assigned: dict[str, Tensor] = {}
         for title, shelf, before in self._shelves:
             for name, real in before.items() if title.startswith("Buffer") else ():
                 value = shelf.get(name)
                 if id(real) in self._by_id and isinstance(value, Tensor):
                     canonical = self._by_id[id(real)].name
-                    if found.setdefault(canonical, value) is not value:
+                    if assigned.setdefault(canonical, value) is not value:
                         raise CaptureError(
                             f"{title}{name} is reassigned within the model, and was the same tensor as {canonical}\n"
                             f"  fix: write into both with `self.{name}.copy_(src)`"
                         )
-        return {name: value for name, value in found.items() if value is not self.buffers.get(name)}
+        return {name: value for name, value in assigned.items() if value is not self.buffers.get(name)}
 
     # ---- afterwards --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ...torch_private import FAKE_TENSOR_LOG, VALUE_READS
 from .user_code import TORCH, user_line
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
-_KINDS = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+_ERROR_CLASSES = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 _MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
 
 
@@ -114,7 +114,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             "  a layer that initializes itself by its first batch: keep its flag as a Python bool, and run the model"
             " once in plain PyTorch, `model(*micro_batch)`, before it is wrapped"
         ).with_traceback(error.__traceback__) from None
-    except _KINDS as error:
+    except _ERROR_CLASSES as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
         is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or any(
             words in str(error) for words in (_NUMPY, _SUBCLASS)
@@ -123,7 +123,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
         why, fix = next(hint for text, hint in _HINTS.items() if re.search(text, f"{words}\n{given}"))
-        raise _error_class(next(kind for kind in _KINDS if isinstance(error, kind)))(
+        raise _capture_error_class(next(cls for cls in _ERROR_CLASSES if isinstance(error, cls)))(
             f"{user_line(error)}: torch fails in the forward: {words}\n"
             f"  forward was given {given or 'no arguments'}\n"
             f"  why: {why}\n"
@@ -134,6 +134,6 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
 
 
 @functools.cache
-def _error_class(kind: type[Exception]) -> type[CaptureError]:
-    """Return a class derived from CaptureError and `kind`, so that `except kind` also catches its errors."""
-    return type("CaptureError", (CaptureError, kind), {"__module__": CaptureError.__module__})
+def _capture_error_class(cls: type[Exception]) -> type[CaptureError]:
+    """Return a class derived from CaptureError and `cls`, so that `except cls` also catches its errors."""
+    return type("CaptureError", (CaptureError, cls), {"__module__": CaptureError.__module__})

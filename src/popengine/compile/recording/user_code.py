@@ -29,9 +29,9 @@ def package_of(value: Any) -> str:
     return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
-def is_opaque(kind: type) -> bool:
+def is_opaque(cls: type) -> bool:
     """Return whether objects of a class are not looked into."""
-    return package_of(kind) in OPAQUE and not kind.__module__.startswith(_LOOKED_INTO)
+    return package_of(cls) in OPAQUE and not cls.__module__.startswith(_LOOKED_INTO)
 
 
 def is_opaque_module(scope: dict[str, Any]) -> bool:
@@ -98,4 +98,4 @@ def uses_in(code: CodeType) -> dict[str, set[Any]]:
 
 
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_OP")
-_METHODS = {name for kind in (dict, list, set) for name in dir(kind)} - _APPENDING
+_METHODS = {name for cls in (dict, list, set) for name in dir(cls)} - _APPENDING

@@ -7,13 +7,13 @@ from typing import Any
 from .reads import MISSING
 
 
-def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
-    """Let a `Noting` see the attributes of a class's objects until `undo` is closed; return False if that can't be. The
-    value of an absent attribute is MISSING."""
-    if any(getattr(vars(base).get("__getattribute__"), "watcher", None) is watcher for base in kind.__mro__):
+def watch_class(cls: type, watcher: Any, undo: ExitStack) -> bool:
+    """Replace a class's `__getattribute__` and `__setattr__` by functions that call a `Noting`, until `undo` is closed.
+    Return False if the class can't be changed. The value of an absent attribute is MISSING."""
+    if any(getattr(vars(base).get("__getattribute__"), "watcher", None) is watcher for base in cls.__mro__):
         return True
-    read: Any = kind.__getattribute__
-    write: Any = kind.__setattr__
+    read: Any = cls.__getattribute__
+    write: Any = cls.__setattr__
     is_plain = read is object.__getattribute__
 
     def reading(owner: Any, name: str) -> Any:
@@ -34,12 +34,10 @@ def watch_class(kind: type, watcher: Any, undo: ExitStack) -> bool:
 
     reading.watcher = watcher  # pyright: ignore[reportFunctionMemberAccess]
     for name, function in (("__getattribute__", reading), ("__setattr__", writing)):
-        before = vars(kind).get(name)
+        before = vars(cls).get(name)
         try:
-            setattr(kind, name, function)
+            setattr(cls, name, function)
         except (TypeError, AttributeError):  # a class of C, or one that refuses
             return False
-        undo.callback(
-            partial(delattr, kind, name) if before is None else partial(setattr, kind, name, before)
-        )
+        undo.callback(partial(delattr, cls, name) if before is None else partial(setattr, cls, name, before))
     return True

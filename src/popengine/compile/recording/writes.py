@@ -53,9 +53,9 @@ def replace_writes(recorder: GraphRecorder) -> bool:
             if change is None:
                 return False
             for operand in change.written:
-                others = [n for n in sharing[memory[operand]] if _layout(n) != _layout(operand)]
-                users = [user for other in others for user in other.users]
-                if any(n.op == "placeholder" for n in others) or any(
+                aliases = [n for n in sharing[memory[operand]] if _layout(n) != _layout(operand)]
+                users = [user for alias in aliases for user in alias.users]
+                if any(n.op == "placeholder" for n in aliases) or any(
                     position[n] > position[node] for n in users
                 ):
                     return False
@@ -104,7 +104,7 @@ def _layout(node: fx.Node) -> Any:
 def _change_of(node: fx.Node) -> _Change | None:
     """Return what can take the place of an in-place operation: it returns tensors of the same strides and types."""
     in_place: Any = node.target
-    target = _functional(in_place)
+    target = _functional_form(in_place)
     written = written_arguments(in_place, node.args, node.kwargs)
     fakes = [operand.meta["val"] for operand in written if isinstance(operand, fx.Node)]
     if target is None or len(fakes) < len(written) or not all(isinstance(fake, FakeTensor) for fake in fakes):
@@ -121,30 +121,30 @@ def _change_of(node: fx.Node) -> _Change | None:
         returned = target(*fake_args, **fake_kwargs)
     is_list = isinstance(returned, tuple | list)
     values = list(returned[-len(written) :]) if is_list else [returned]
-    if any(_strided(value) != _strided(fake) for value, fake in zip(values, fakes, strict=True)):
+    if any(_format(value) != _format(fake) for value, fake in zip(values, fakes, strict=True)):
         return None
     return _Change(target, args, written, values, len(returned) - len(written) if is_list else None)
 
 
-def _strided(value: Tensor) -> Any:
+def _format(value: Tensor) -> Any:
     return value.dtype, value.shape, value.stride()
 
 
 @functools.cache
-def _functional(target: Any) -> Any:
+def _functional_form(target: Any) -> Any:
     """Return the operation with the arguments of an in-place operation that returns what this one writes; or None."""
     schema = target._schema
     if target in _RETURNS_MORE or target.namespace != "aten" or not schema.name.endswith("_"):
         return _RETURNS_MORE.get(target)
     packet = getattr(aten, target.overloadpacket.__name__[:-1], None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
-    wanted = _types(schema.arguments), ["Tensor"]
+    wanted = _typed_names(schema.arguments), ["Tensor"]
     for overload in overloads:
         schema = overload._schema
-        if not schema.is_mutable and (_types(schema.arguments), _types(schema.returns)) == wanted:
+        if not schema.is_mutable and (_typed_names(schema.arguments), _typed_names(schema.returns)) == wanted:
             return overload
     return None
 
 
-def _types(arguments: Any) -> list[str]:
+def _typed_names(arguments: Any) -> list[str]:
     return [f"{argument.type} {argument.name}".rstrip() for argument in arguments]
