@@ -34,21 +34,21 @@ def compile_graph(graph: Graph, settings: Settings, done: Callable[[str], None] 
 def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
     """Return the settings, with replicas that share devices if the model needs that. Raises Error if it can't be at
     several places."""
-    most, is_one_process = max(partition.ipus), settings.counts.parts == 1
-    shifts = settings.shifts(most + 1)
-    is_one = is_one_process and len({settings.place_of(ipu) for ipu in partition.ipus}) == 1 and not shifts
-    if not settings.places or (is_one and (settings.spreads or most < len(settings.places))):
+    last_ipu, is_one_process = max(partition.ipus), settings.counts.parts == 1
+    shifts = settings.shifts(last_ipu + 1)
+    is_local = is_one_process and len({settings.place_of(ipu) for ipu in partition.ipus}) == 1 and not shifts
+    if not settings.places or (is_local and (settings.spreads or last_ipu < len(settings.places))):
         return settings
     whole = "poprun --num-instances with at most as many instances as replicas"
     count = "as many ipus in ipus_per_replica as the model uses"
     if is_one_process:
         whole = "options.device() with one device"
-        count = f"options.device() with a device for each of {most + 1} ipus"
+        count = f"options.device() with a device for each of {last_ipu + 1} ipus"
     gathers = any(piece.gather_group_size for piece in partition.pieces)
     reasons = (  # whether it is so, why, fix
         (
-            most >= len(settings.places) and not settings.spreads,
-            f"the model uses ipu {most}, and a replica has {len(settings.places)} ipus",
+            last_ipu >= len(settings.places) and not settings.spreads,
+            f"the model uses ipu {last_ipu}, and a replica has {len(settings.places)} ipus",
             f"{count}, or another ipu_id of its blocks",
         ),
         (
@@ -81,7 +81,7 @@ def _with_possible_places(partition: Partition, settings: Settings) -> Settings:
             else "parameters have a value for each replica"
         )
         logger.info("replicas share devices: %s", what)
-        return replace(settings, places=tuple(map(settings.place_of, range(most + 1))), spreads=False)
+        return replace(settings, places=tuple(map(settings.place_of, range(last_ipu + 1))), spreads=False)
     return settings
 
 

@@ -79,24 +79,24 @@ def capture(
         _record, module, forward, samples, fake, training, device, given, beside, arguments, shelves
     )
     with shelves.restored():
-        found = first = record({})
+        recorded = first = record({})
         if first.changed or first.reshaped or first.made:
-            found, dropped = _record_again(first, record)
+            recorded, dropped = _record_again(first, record)
     check_none_left(module, first.containers)
     _drop_fake_items(read.args[0] for read in first.changed if read.get in (len, tuple))
     if dropped:
-        found.reads.drop(dropped)
-        found.reads.renew()
-        found.reads.dropped = dropped
-    found.reads.has_draws = bool(found.draws)
-    for line, what in found.draws.items():
+        recorded.reads.drop(dropped)
+        recorded.reads.renew()
+        recorded.reads.dropped = dropped
+    recorded.reads.has_draws = bool(recorded.draws)
+    for line, what in recorded.draws.items():
         logger.warning(
             "%s: forward asks for %s: the value is that of the recording, and the same in each call\n"
             "  fix: torch.rand, torch.randint and dropout are drawn anew; or pass the value as a tensor",
             line,
             what,
         )
-    return replace(found.graph, reads=found.reads)
+    return replace(recorded.graph, reads=recorded.reads)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _record(
     reads.all = [read for read in reads.all if read.path.partition("[")[0] not in state.written_by_host]
     changed = reads.changed()
     stored = [*fake_tensors_in(module), *shelves.stored_elsewhere()] if changed else []
-    left = [(each, recorder.value_of(each.value)) for each in stored]
+    left = [(leftover, recorder.value_of(leftover.value)) for leftover in stored]
     made = [(buffer, recorder.value_of(buffer.value)) for buffer in stand_ins.made]
     results: list[tuple[Key, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
@@ -210,7 +210,7 @@ def _record_again(
             " `model(*micro_batch)`, before it is wrapped"
         )
     try:
-        with _left_in_place(first):
+        with _leftovers_in_place(first):
             second = record(first.reshaped, {buffer.name for buffer, real in first.made if real is not None})
     except Exception as error:
         raise CaptureError(text) from error
@@ -222,12 +222,12 @@ def _record_again(
     for read, value in left:
         if read.path in dropped and value is not MISSING and not isinstance(value, FakeTensor):
             read.args[0][read.args[1]] = value  # as one run has left it
-    if again := list(dict.fromkeys(read.path for read in first.changed if read.path in dropped)):
+    if changed_again := list(dict.fromkeys(read.path for read in first.changed if read.path in dropped)):
         logger.warning(
             "%s changes %s: Python's side of forward runs only when it is recorded, and not in each call\n"
             "  fix: count calls outside of forward; or keep a value that each call changes in a buffer",
             where,
-            ", ".join(again[:5]),
+            ", ".join(changed_again[:5]),
         )
     if first.reshaped:
         logger.warning(
@@ -239,7 +239,7 @@ def _record_again(
 
 
 @contextlib.contextmanager
-def _left_in_place(first: _RecordedForward) -> Iterator[None]:
+def _leftovers_in_place(first: _RecordedForward) -> Iterator[None]:
     """Run the body with what a recording has left: constants; other numbers, with which another recording differs if it
     reads them, in buffers that forward has made and outside of the module."""
     with contextlib.ExitStack() as undo:
@@ -258,12 +258,12 @@ def _left_in_place(first: _RecordedForward) -> Iterator[None]:
 
 def _drop_fake_items(containers: Iterable[Any]) -> None:
     """Remove the fake tensors that forward has put into default values of functions, and other containers."""
-    for each in containers:
-        if isinstance(each, dict):
-            for key in [key for key, value in each.items() if isinstance(value, FakeTensor)]:
-                del each[key]
-        elif isinstance(each, list):
-            each[:] = [value for value in each if not isinstance(value, FakeTensor)]
+    for container in containers:
+        if isinstance(container, dict):
+            for key in [key for key, value in container.items() if isinstance(value, FakeTensor)]:
+                del container[key]
+        elif isinstance(container, list):
+            container[:] = [value for value in container if not isinstance(value, FakeTensor)]
 
 
 def _without_copy(gradient: fx.Node) -> fx.Node:
@@ -359,12 +359,12 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
         stand_ins.check_orphans(loss, scale)
         # Not `grad`: of a reentrant checkpoint the gradients come from a backward of its own, into `.grad`.
         torch.autograd.backward(loss, scale)
-    found = {name: value.grad for name, value in wanted.items() if value.grad is not None}
-    for name, value in found.items():
+    gradients = {name: value.grad for name, value in wanted.items() if value.grad is not None}
+    for name, value in gradients.items():
         check_dense(value, f"the gradient of {name}")
-    if not found:
+    if not gradients:
         _report_no_gradients(recorder, has_trained=bool(wanted))
-    return found
+    return gradients
 
 
 def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:

@@ -50,23 +50,23 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
     """
     values = _fake_tensors_by_name(graph.code.nodes)
     role_of = {storage_id(values[slot.name]): slot.role for slot in graph.slots}
-    found: dict[str, tuple[Any, int]] = {}
+    memories: dict[str, tuple[Any, int]] = {}
     for name, value in values.items():
         storage = value.untyped_storage()
         role = role_of.get(storage_id(value))
         if role == "input":
-            found[name] = (storage_id(value), int(value.storage_offset())), value.nbytes
+            memories[name] = (storage_id(value), int(value.storage_offset())), value.nbytes
         elif role is None:
-            found[name] = storage_id(value), storage.nbytes()
+            memories[name] = storage_id(value), storage.nbytes()
     # What a backward recomputes is in memory of its own.
-    return found | {name + AGAIN: ((AGAIN, memory), size) for name, (memory, size) in found.items()}
+    return memories | {name + AGAIN: ((AGAIN, memory), size) for name, (memory, size) in memories.items()}
 
 
 def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
     """Return a profile without measurements: what follows from a plan, its settings and its graph."""
     partition = plan.partition
-    found, _ = actions(plan.tasks)
-    schedule, ticks = _schedule_ticks(found, plan)
+    step, _ = actions(plan.tasks)
+    schedule, ticks = _schedule_ticks(step, plan)
     batches = [slot.shape for slot in partition.signature.slots if slot.role == "input" and slot.shape]
     return Profile(
         "training" if settings.training else "inference",
@@ -78,7 +78,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
         {
             "mode": plan.order,
             "schedule_length": ticks,
-            "schedule_actions": len(found) * plan.micro_batches,
+            "schedule_actions": len(step) * plan.micro_batches,
             "schedule_micro_batches": plan.micro_batches,
             "cores": os.cpu_count() or 1,
             "threads": torch.get_num_threads(),
@@ -110,8 +110,8 @@ def sized_tasks(plan: Plan, graph: Graph) -> tuple[Task, ...]:
     for task in plan.tasks:
         instructions = tuple(map(sized, task.instructions))
         if task.kind == "update":
-            own = ((x.peer, (x._replace(peer=-1),)) for x in instructions)
-            of_ipus += [Task("update", ipu, index="step", instructions=x, once=True) for ipu, x in own]
+            by_ipu = ((x.peer, (x._replace(peer=-1),)) for x in instructions)
+            of_ipus += [Task("update", ipu, index="step", instructions=x, once=True) for ipu, x in by_ipu]
             instructions = ()
         tasks.append(replace(task, instructions=instructions, frees=()))
     return (*tasks, *of_ipus)
@@ -185,23 +185,23 @@ def _profiled_blocks(plan: Plan, graph: Graph) -> Iterator[ProfiledBlock]:
     parameters = [slot for slot in partition.signature.slots if slot.role == "parameter"]
     for stage, names in enumerate(partition.names):
         for name in names.split(", "):
-            own = [slot for slot in parameters if slot.name in used.get(name, ())]
-            parameters = [slot for slot in parameters if slot not in own]  # a tied one counts once
-            size = sum(math.prod(slot.shape) for slot in own)
+            block_slots = [slot for slot in parameters if slot.name in used.get(name, ())]
+            parameters = [slot for slot in parameters if slot not in block_slots]  # a tied one counts once
+            size = sum(math.prod(slot.shape) for slot in block_slots)
             yield ProfiledBlock(name, stage, partition.ipus[stage], lines.get(name, "?"), size)
 
 
-def _schedule_ticks(found: list[Action], plan: Plan) -> tuple[list[Tick], int]:
+def _schedule_ticks(step: list[Action], plan: Plan) -> tuple[list[Tick], int]:
     """Return a step's schedule, of which at most the first `MOST_TICKS` rows, and its length in ticks."""
     order = order_named(plan.order)
-    micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(found)))
-    tasks, times = timeline(found, micro_batches, order)
+    micro_batches = min(plan.micro_batches, 1 + MOST_TICKS // max(1, len(step)))
+    tasks, times = timeline(step, micro_batches, order)
     rows = [
-        Tick(found[i].ipu, found[i].phase, found[i].stage, m, int(start))
+        Tick(step[i].ipu, step[i].phase, step[i].stage, m, int(start))
         for (i, m), start in zip(tasks, times.starts, strict=True)
     ]
     rows.sort(key=lambda row: (row.tick, row.ipu))
-    ticks = step_duration(found, plan.micro_batches, lambda count: timeline(found, count, order)[1].length)
+    ticks = step_duration(step, plan.micro_batches, lambda count: timeline(step, count, order)[1].length)
     return rows[:MOST_TICKS], int(ticks)
 
 
@@ -229,9 +229,9 @@ def _fake_tensors_by_name(nodes: Iterable[fx.Node]) -> dict[str, torch.Tensor]:
 
 def held_tensors(plan: Plan, graph: Graph) -> list[Tensor]:
     """Return the tensors, each with a memory of its own, that each ipu holds for a micro-batch."""
-    memories, found = _memory_of_values(graph), list[Tensor]()
+    memories, tensors = _memory_of_values(graph), list[Tensor]()
     kinds = {"load": "input", "receive": "received", "compute": "activation"}
-    # By ipu and memory: index in `found`, and the live values.
+    # By ipu and memory: index in `tensors`, and the live values.
     held: dict[tuple[int, Any], tuple[int, set[str]]] = {}
     for row, task in enumerate(plan.tasks):
         for kind, names, _, _, _, piece, _ in task.instructions:
@@ -239,15 +239,15 @@ def held_tensors(plan: Plan, graph: Graph) -> list[Tensor]:
                 place = task.ipu, memories.get(name, (None, 0))[0]
                 number, alive = held.get(place, (0, set()))
                 if alive == {name}:
-                    found[number] = found[number]._replace(died=row)
+                    tensors[number] = tensors[number]._replace(died=row)
                     del held[place]
                 alive.discard(name)
             made = plan.partition.pieces[piece].writes if kind == "compute" else names
             for name in made if kind in kinds else ():
                 if name in memories:
                     memory, size = memories[name]
-                    _, alive = held.setdefault((task.ipu, memory), (len(found), set()))
+                    _, alive = held.setdefault((task.ipu, memory), (len(tensors), set()))
                     if not alive:
-                        found.append(Tensor(task.ipu, name, kinds[kind], size, row, -1))
+                        tensors.append(Tensor(task.ipu, name, kinds[kind], size, row, -1))
                     alive.add(name)
-    return found
+    return tensors

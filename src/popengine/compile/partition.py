@@ -48,17 +48,17 @@ def partition(graph: Graph, strategy: Strategy, recompute: bool = False) -> Part
     stages = range(len(placement.ipus))
     # Pieces are given by phase and stage. `made`: the piece that computes each value, by name.
     order: list[PhaseAndStage] = [*(("F", s) for s in stages), *(("B", s) for s in reversed(stages))]
-    own: dict[PhaseAndStage, list[fx.Node]] = {of: [] for of in order}
+    placed: dict[PhaseAndStage, list[fx.Node]] = {of: [] for of in order}
     made: dict[str, PhaseAndStage] = {}
     for node, of in _node_stages(graph, placement, of_state).items():
-        own[of].append(node)
+        placed[of].append(node)
         made[node.name] = of
     members = {}  # of each piece: its own nodes, the views that it needs, the forward nodes that it recomputes
     for phase, stage in order:
         again = set(views)
         if recompute and phase == "B":
-            again.update(node for node in own["F", stage] if str(node.target) != CHECKPOINT)
-        members[phase, stage] = sorted(sources_of(own[phase, stage], among=again))  # in graph order
+            again.update(node for node in placed["F", stage] if str(node.target) != CHECKPOINT)
+        members[phase, stage] = sorted(sources_of(placed[phase, stage], among=again))  # in graph order
     needs = {of: _outer_operands(nodes) for of, nodes in members.items()}
     prepared, needed = {}, set().union(*needs.values())
     for node in _operation_nodes(graph):

@@ -38,8 +38,8 @@ def place_blocks(visits: Sequence[Visit], used: set[int], strategy: Strategy) ->
         # Ipus take turns as the forward does: each change of ipu begins a new stage.
         turns, ipu_of_turn, turn = [0] * len(visits), dict[int, int](), -1
         for i in sorted(used):
-            own = _named_ipu(visits[i], numbers[i], strategy)
-            ipu = ipu_of[numbers[i]] if own is None else own
+            named = _named_ipu(visits[i], numbers[i], strategy)
+            ipu = ipu_of[numbers[i]] if named is None else named
             turn += ipu != ipu_of_turn.get(turn)
             turns[i], ipu_of_turn[turn] = turn, ipu
         numbers, ipu_of = turns, ipu_of_turn
@@ -91,7 +91,7 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
     unknown = next((visit for visit in visits[1:] if visit.name not in stage_of), None)
     if unknown is not None and strategy.auto is None:
         blocks = [name for stage in strategy.stages for name in stage.blocks]
-        known = ", ".join(map(repr, blocks)) or "no blocks"
+        listed = ", ".join(map(repr, blocks)) or "no blocks"
         unused = [name for name in blocks if name not in {visit.name for visit in visits}]
         fix = f'add poptorch.Stage("{unknown.name}") to the strategy, or use one of the names above'
         for name in unused:
@@ -99,7 +99,7 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
                 fix = f"the strategy has {name!r}, which no block of the model has{meant}"
         raise BlockError(
             f"Unknown Block '{unknown.name}', opened at {unknown.where}\n"
-            f"  the strategy's stages have: {known}\n  fix: {fix}"
+            f"  the strategy's stages have: {listed}\n  fix: {fix}"
         )
     if unknown is not None:
         raise BlockError(
@@ -114,13 +114,13 @@ def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy)
     """Return the ipu of each stage: n of Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
     Raise BlockError if blocks of one stage (where ipus take turns: uses of one block) name different ipus."""
     in_turns = order_named(strategy.order).placement == "turns"
-    found, ipu_of = dict[Any, tuple[int, str]](), dict[int, int]()
+    first_named, ipu_of = dict[Any, tuple[int, str]](), dict[int, int]()
     for visit, number in zip(visits, numbers, strict=True):
         ipu = _named_ipu(visit, number, strategy)
         if ipu is None:
             continue
         ipu_of.setdefault(number, ipu)
-        before, where = found.setdefault(visit.name if in_turns else number, (ipu, visit.where))
+        before, where = first_named.setdefault(visit.name if in_turns else number, (ipu, visit.where))
         if before != ipu:
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"
@@ -150,15 +150,15 @@ def sharded_if_too_few_micro_batches(graph: Graph, used: set[int], settings: Set
         return settings
     option = "Training.gradientAccumulation" if training else "deviceIterations"
     if strategy.or_sharded:
-        said = "the stages run one after another: %s is %d, and from %d they are a pipeline"
-        logger.info(said, option, given, needed)
+        text = "the stages run one after another: %s is %d, and from %d they are a pipeline"
+        logger.info(text, option, given, needed)
         return replace(settings, strategy=replace(strategy, order="sharded"))
-    more = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
+    stages_text = f": {forward} forward stages bring {forward - 1} more in training" if training else ""
     rows = given * gcd(*(slot.shape[0] for slot in graph.slots if slot.role == "input" and slot.shape))
     fitting = next((count for count in range(needed, rows + 1) if rows % count == 0), needed)
     raise PartitionError(
         f"poptorch.Options().{option} is {given}, and must be greater than or equal to the number of pipeline"
-        f" stages ({needed}) when poptorch.PipelinedExecution is used{more}\n"
+        f" stages ({needed}) when poptorch.PipelinedExecution is used{stages_text}\n"
         "  why: with fewer micro-batches the pipeline is never full\n"
         f"  fix: options.{option}({fitting}); or options.setExecutionStrategy(poptorch.ShardedExecution()), which has"
         " no such rule"

@@ -162,31 +162,31 @@ class _TableWriter:
         row = replace(like, kind="send", piece=-1, after=waits, instructions=(message,), frees=())
         return self._append(row, names if like.index == "micro_batch" else ())
 
-    def _append_receive(self, send: int, like: Task, *more: Instruction, after: Iterable[After] = ()) -> int:
+    def _append_receive(self, send: int, like: Task, *keeps: Instruction, after: Iterable[After] = ()) -> int:
         """Append the row that receives the message of row `send`, in the phase and stage of `like`; return its index.
-        `more`: what it does then. Other ipus of its place get the values from its ipu."""
+        `keeps`: its `keep` instructions. Other ipus of its place get the values from its ipu."""
         (sent,) = (x for x in self.rows[send].instructions if x.kind == "send")
         message = sent._replace(kind="receive", peer=self.rows[send].ipu)
-        names = () if more or like.index == "step" else sent.names
-        handed = self._hand_on(names, sent.peer, sent.channel)
-        instructions = (message, *more, *handed)
+        names = () if keeps or like.index == "step" else sent.names
+        handed = self._local_sends(names, sent.peer, sent.channel)
+        instructions = (message, *keeps, *handed)
         waits = (After(send), *after)
         row = replace(like, kind="receive", ipu=sent.peer, piece=-1, after=waits, instructions=instructions)
         received = self._append(row, names)
         self.source.update(((name, self.place[sent.peer]), received) for name in names)
         return received
 
-    def _hand_on(self, names: Iterable[str], ipu: int, channel: str) -> list[Instruction]:
+    def _local_sends(self, names: Iterable[str], ipu: int, channel: str) -> list[Instruction]:
         """Return the instructions by which an ipu sends values to the ipus of its place that read them."""
-        found = []
-        for other in self.slots:
-            read = tuple(name for name in names if (name, other) in self.readers)
-            if read and other != ipu and self.place[other] == self.place[ipu]:
-                found.append(Instruction("send", read, channel=channel, peer=other))
+        sends = []
+        for reader in self.slots:
+            read = tuple(name for name in names if (name, reader) in self.readers)
+            if read and reader != ipu and self.place[reader] == self.place[ipu]:
+                sends.append(Instruction("send", read, channel=channel, peer=reader))
                 receive = Instruction("receive", read, channel=channel, peer=ipu)
-                first = min(self.readers[name, other][0] for name in read)
+                first = min(self.readers[name, reader][0] for name in read)
                 self.receives.setdefault(first, []).append(receive)
-        return found
+        return sends
 
     def _add_sends(self, number: int) -> None:
         """Append rows that send a piece's values to other places that read them, and next values of buffers to other
@@ -217,7 +217,7 @@ class _TableWriter:
                 self.writer.update(((slot, place), received) for slot in slots)
             gradients = self._gradients_of(piece, place)
             for ipu in dict.fromkeys(ipu for *_, ipu in gradients):
-                pairs = [(name, key) for name, key, other in gradients if other == ipu]
+                pairs = [(name, key) for name, key, holder in gradients if holder == ipu]
                 (added,) = _instruction_if_any("accumulate", pairs)
                 send = self._append_send(task, added.names, ipu, f"{piece} gradients", [self.row_of[number]])
                 received = self._append_receive(send, task)
@@ -260,8 +260,8 @@ class _TableWriter:
     def _gradients_of(self, piece: Piece, place: Place) -> list[tuple[str, str, int]]:
         """Return (name, key, the weight's ipu) of each gradient of a piece, for the weights that a place holds."""
         slot_of = {key: name for name, key in self.trained.items()}
-        found = [(n, k, self.holder[slot_of[k]]) for n, k in self._graph_results_of(piece, "gradient")]
-        return [each for each in found if self.place[each[2]] == place]
+        gradients = [(n, k, self.holder[slot_of[k]]) for n, k in self._graph_results_of(piece, "gradient")]
+        return [gradient for gradient in gradients if self.place[gradient[2]] == place]
 
     def _add_piece(self, number: int) -> None:
         """Append the row of a piece; also a `sum` row if the piece writes gradients, or outputs to sum."""
@@ -292,8 +292,8 @@ class _TableWriter:
         stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
         sums = _instruction_if_any("accumulate", [(n, key) for n, key, _ in self._gradients_of(piece, here)])
         sums += stores if self.adds_outputs else []
-        own, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
-        instructions = (*own, *(() if sums else freed))
+        body, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
+        instructions = (*body, *(() if sums else freed))
         self._append(replace(task, after=tuple(after), instructions=instructions), [*flowing, *piece.writes])
         for name in flowing:
             if name in self.inputs:
@@ -318,11 +318,11 @@ class _TableWriter:
         loads = [(n, inputs[n]) for n in piece.reads if n in inputs and readers[n][0] == number]
         last = (n for n in piece.reads if partition.is_of_micro_batch(n, number) and readers[n][-1] == number)
         done = tuple(n for n in piece.writes if n in self.fixed or readers[n][-1] <= number)
-        found = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
-        found.append(Instruction("compute", tuple(last), piece=number))
-        found += self._hand_on([n for n in piece.writes if n in partition.makers], ipu, str(piece))
-        found += [*_instruction_if_any("keep", self._kept_buffers(piece, self.place[ipu])), *stores]
-        return found, [Instruction("free", done)] if done else []
+        instructions = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
+        instructions.append(Instruction("compute", tuple(last), piece=number))
+        instructions += self._local_sends([n for n in piece.writes if n in partition.makers], ipu, str(piece))
+        instructions += [*_instruction_if_any("keep", self._kept_buffers(piece, self.place[ipu])), *stores]
+        return instructions, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
         """Make the last row that uses a value free it, and wait for all other users. Drop edges that others imply. Rows
@@ -344,8 +344,8 @@ class _TableWriter:
             task = self.rows[last]
             if (task.kind, task.phase) == ("backward", "W") and task.piece in self.sums:
                 # The sum frees what backwards of other stages read, too: else W would wait for them.
-                others = (self.rows[row] for row in rows)
-                last += any(other.phase != "F" and other.stage != task.stage for other in others)
+                tasks = (self.rows[row] for row in rows)
+                last += any(reader.phase != "F" and reader.stage != task.stage for reader in tasks)
             frees.setdefault(last, []).append(name)
             waits.setdefault(last, set()).update(rows - {last})
         reach = [0] * len(self.rows)  # of each row, as bits: the rows of the same micro-batch that precede it
@@ -356,10 +356,10 @@ class _TableWriter:
                 if edge.behind == 0:
                     reach[row] |= 1 << edge.row | reach[edge.row]
             before = {edge.row for edge in task.after if edge.behind == 0} | waits.get(row, set())
-            for other in sorted(before, reverse=True):  # an edge that others imply is left out
-                if not reach[row] >> other & 1:
-                    after.append(After(other))
-                    reach[row] |= 1 << other | reach[other]
+            for earlier in sorted(before, reverse=True):  # an edge that others imply is left out
+                if not reach[row] >> earlier & 1:
+                    after.append(After(earlier))
+                    reach[row] |= 1 << earlier | reach[earlier]
             frees_here = tuple(frees.get(row, ()))
             self.rows[row] = replace(task, after=tuple(dict.fromkeys(after)), frees=frees_here)
 
@@ -392,9 +392,9 @@ class _TableWriter:
         if counts.instances > 1 and settings.shard_optimizer is not None:
             self._add_step_row("share", [done])
 
-    def _add_step_row(self, kind: TaskKind, after: Iterable[After], **more: Any) -> After:
+    def _add_step_row(self, kind: TaskKind, after: Iterable[After], **fields: Any) -> After:
         """Append a row that runs once per step for all replicas, and return the edge to wait for it."""
-        return After(self._append(Task(kind, index="step", after=tuple(after), once=True, **more)))
+        return After(self._append(Task(kind, index="step", after=tuple(after), once=True, **fields)))
 
 
 def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:

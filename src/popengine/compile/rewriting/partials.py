@@ -42,13 +42,13 @@ def is_faster_in_float32(operation: Any, dtype: torch.dtype) -> bool:
 def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str, ...]]:
     """Return the graph with float32 in place of half precision inside the products that `chosen` selects, given a
     product and its half type, and texts for these, such as "mm of bfloat16". All values keep their types."""
-    wide: dict[Any, torch.dtype] = {}  # by product (a node), the half type of its operands
+    half_types: dict[Any, torch.dtype] = {}  # by product (a node), the half type of its operands
     for node in graph.code.nodes:
         operands = node.all_input_nodes if node.target in PRODUCTS else []
         half = next((n.meta["val"].dtype for n in operands if n.meta["val"].dtype in HALF), None)
         if half is not None and chosen(node.target, half):
-            wide[node] = half
-    if not wide:
+            half_types[node] = half
+    if not half_types:
         return graph, ()
     copies: dict[Any, Tensor] = {}
     inputs = graph.code.find_nodes(op="placeholder")
@@ -72,14 +72,14 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
         return copies[key]
 
     def run_in_float32(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        if node in wide:
+        if node in half_types:
             values = {operand: float32_copy(operand, node, values) for operand in node.all_input_nodes}
         made, before = run_node(node, values), node.meta.get("val")
         return made.to(before.dtype) if isinstance(before, Tensor) and before.dtype != made.dtype else made
 
     words = {
-        f"{n.target.overloadpacket.__name__} of {str(kind).removeprefix('torch.')}"
-        for n, kind in wide.items()
+        f"{n.target.overloadpacket.__name__} of {str(dtype).removeprefix('torch.')}"
+        for n, dtype in half_types.items()
     }
     return with_nodes_replaced(graph, run_in_float32), tuple(sorted(words))
 
@@ -89,5 +89,5 @@ def _base_of_view(node: fx.Node) -> fx.Node | None:
     base = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
     if base is None or "val" not in base.meta or storage_of(node) != storage_of(base):
         return None
-    own, other = node.meta["val"], base.meta["val"]
-    return base if (own.dtype, own.numel()) == (other.dtype, other.numel()) else None
+    view, value = node.meta["val"], base.meta["val"]
+    return base if (view.dtype, view.numel()) == (value.dtype, value.numel()) else None
