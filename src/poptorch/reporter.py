@@ -30,6 +30,7 @@ from popengine.settings import Optimizer
 
 from .compiling.executable import Executable
 from .data.loader import wait_recorders
+from .enums import OutputMode
 from .logs import logger
 from .options import Options
 from .options.freeze_options import resolve_options
@@ -209,4 +210,5 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
 def _option_texts(options: Options) -> dict[str, str]:
     parts = options.toDict(), options.Jit.toDict(), options.Precision.toDict()
     texts = {name: str(value) for part in parts for name, value in part.items()}
-    return {**texts, "execution_strategy": type(options._execution_strategy).__name__}
+    mode, strategy = OutputMode(options.output_mode).name, type(options._execution_strategy).__name__
+    return {**texts, "output_mode": mode, "execution_strategy": strategy}

@@ -72,8 +72,7 @@ class Figures:
         self.stages = times.stage_times(profile, costs, updates)
         of_step = [(call.end - call.start) / call.steps for call in profile.calls[1:] if call.steps]
         self.spread = max(times.cost_spread(events), times.relative_spread(of_step))  # of equal steps' times
-        self.core_share, self.cores = times.core_share(events), cores_text(profile)
-        self.others_share = None if self.core_share is None else 1 - self.core_share
+        self.others_share = times.others_share(events)
         totals = [stage.total for stage in self.stages]
         computing = {row for row, task in enumerate(profile.tasks) if task.computes}
         computed = sum(totals) > 0 and computing <= costs.keys()
@@ -86,6 +85,7 @@ class Figures:
         whole_steps = events if times.whole_steps(profile) else []
         self.usages = times.core_usages(whole_steps)
         self.idle_here = times.waiting_share(self.usages)
+        self.cores = cores_text(profile, len(self.usages))
         self.bubble_ideal = times.ideal_bubble(profile)
         joined = facts.get("joined", {})  # of a profile with the tasks of several instances or devices
         self.bubble_measured = None

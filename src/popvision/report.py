@@ -24,7 +24,7 @@ from .analysis import FIGURES, Figures, compare_figures, comparison_text
 from .joined import load
 from .memory import bytes_curve, memory_table
 from .sentences import about_sentences, fact_sentences, warning_sentences
-from .units import layout_text, seconds_text, size_text
+from .units import seconds_text, size_text
 
 PROFILE = "profile.pop"
 _SCRIPTS = [  # in this order
@@ -233,7 +233,10 @@ class Report:
 def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and sentences as a text for the terminal, about a screen long."""
     found = Figures(profile)
-    lines = [f"{profile.name}: {layout_text(profile)}"]
+    kind = f"{profile.facts.get('mode', '')} {'training' if profile.training else 'inference'}"
+    replicas = counted(profile.counts.get("replicas", 1), "replica")
+    places = f"{counted(len(profile.stages), 'stage')} on {counted(len(profile.devices), 'ipu')}"
+    lines = [f"{profile.name}: {kind}, {places}, {replicas}"]
     lines += [f"  {sentence}" for sentence in about_sentences(found)]
     if found.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
@@ -250,9 +253,8 @@ def summary(profile: Profile) -> str:
         for rows in (_stage_table(found), memory_table(found.needs))
         if len(rows) > 1
     ]
-    if found.capacity and found.needs:
-        verdict = "fits into" if found.fits else "DOES NOT FIT into"
-        lines.append(f"  {verdict} {size_text(found.capacity)}: this machine's memory, which all ipus share")
+    if found.fits:  # else a warning says so
+        lines.append(f"  fits into {size_text(found.capacity)}: this machine's memory, which all ipus share")
     lines += [f"  {fact}" for fact in fact_sentences(found).values()] if found.calls else []
     lines += [f"  ! {warning}" for warning in warning_sentences(found)]
     return "\n".join(lines) + "\n"

@@ -12,7 +12,6 @@ from .times import ideal_bubble, whole_steps
 from .units import share_text, size_text
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
-_FREE = 0.95  # computations that had a core for at least this share of their time did not wait
 
 
 def fact_sentences(figures: Figures) -> dict[str, str]:
@@ -45,7 +44,8 @@ def _bubble_sentence(profile: Profile) -> str:
         return f"{ideal} for any number of micro-batches, because the stages work one after another."
     if mode in BUILT_IN and math.isclose(share, (stages - 1) / (count + stages - 1)):
         formula = f"(n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
-        return f"{ideal} = {formula}; {2 * count + stages - 1} micro-batches instead of {count} halve it."
+        change = f"{2 * count + stages - 1} micro-batches instead of {count} make it {share_text(share / 2)}"
+        return f"{ideal} = {formula}; {change}."
     return f"{ideal}."
 
 
@@ -55,22 +55,8 @@ def warning_sentences(figures: Figures) -> list[str]:
 
 
 def about_sentences(figures: Figures) -> list[str]:
-    """Return sentences about the plan, the instances and the machine of a run; those that say something."""
-    of_profile = (plan_sentence(figures.profile), instances_sentence(figures.profile))
-    return [*filter(None, (*of_profile, machine_sentence(figures)))]
-
-
-def machine_sentence(figures: Figures) -> str:
-    """Return a text about `figures.core_share`, and which figures it affects; "" if it was not measured."""
-    share = figures.core_share
-    if share is None:
-        return ""
-    if share >= _FREE:
-        return f"This program got {share:.0%} of its cores while it computed."
-    return (
-        f"The machine was busy: this program got {share:.0%} of the time of its cores. The costs of stages, blocks"
-        " and operations are processor time; throughput and the trace of these cores include the waits."
-    )
+    """Return sentences about the plan and the instances of a run; those that say something."""
+    return [*filter(None, (plan_sentence(figures.profile), instances_sentence(figures.profile)))]
 
 
 def plan_sentence(profile: Profile) -> str:
@@ -131,15 +117,9 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _note_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these that applies: some cores ran no tasks, or too few; the ipus wait for the
-    host between calls; the trace lacks steps or parts of them."""
+    """Yield a sentence for each of these that applies: cores had too few tasks; the ipus wait for the host between
+    calls; the trace lacks steps or parts of them."""
     profile, idle = figures.profile, figures.idle_here
-    threads = profile.facts.get("threads", 1)
-    if figures.usages and len(figures.usages) < threads:
-        yield (
-            f"Of {threads} cores {len(figures.usages)} ran tasks: tasks are so short that other cores would mostly wait"
-            " for Python's lock."
-        )
     if idle is not None and idle >= _IDLE and len(figures.usages) > 1:
         yield (
             f"These {len(figures.usages)} cores waited for {idle:.0%} of a step: too few tasks can run at once."

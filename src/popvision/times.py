@@ -87,12 +87,12 @@ def ideal_bubble(profile: Profile) -> float | None:
     return 1 - actions / (length * len(profile.devices)) if length and actions else None
 
 
-def core_share(events: list[Event]) -> float | None:
-    """Return the fraction of the computations' time in which their thread ran on a core; None if that was not
-    measured. The rest is waiting, mostly for a core that another program used, or for Python's lock."""
+def others_share(events: list[Event]) -> float | None:
+    """Return the fraction of the computations' time in which their thread had no core, mostly because another program
+    used it, or waited for Python's lock; None if that was not measured."""
     computing = [event for event in events if event.computes and event.computed]
     spans = sum(event.end - event.start for event in computing)
-    return min(1.0, sum(event.computed for event in computing) / spans) if spans else None
+    return max(0.0, 1 - sum(event.computed for event in computing) / spans) if spans else None
 
 
 # ---- what a stage costs ----------------------------------------------------------------------------------

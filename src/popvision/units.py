@@ -1,7 +1,6 @@
-"""Texts of numbers with units, of tables, and of a run's layout."""
+"""Texts of numbers with units."""
 
 from popengine.profile import Profile
-from popengine.texts import counted
 
 
 def three_digits(value: float) -> str:
@@ -37,19 +36,8 @@ def share_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def layout_text(profile: Profile) -> str:
-    """Return a text with the mode of a run (or plan) and its numbers of stages, ipus and replicas."""
-    kind = "training" if profile.training else "inference"
-    stages, ipus = len(profile.stages), len(profile.devices)
-    replicas = profile.counts.get("replicas", 1)
-    return (
-        f"{profile.facts.get('mode', '')} {kind}, {counted(stages, 'stage')} on {counted(ipus, 'ipu')},"
-        f" {counted(replicas, 'replica')}"
-    )
-
-
-def cores_text(profile: Profile) -> str:
-    """Return how many of the machine's cores run tasks: "1 of 2 cores", "2 cores"."""
-    count, machine = profile.facts.get("threads", 0), profile.facts.get("cores", 0)
+def cores_text(profile: Profile, used: int) -> str:
+    """Return how many of the machine's cores ran tasks: "1 of 2 cores", "2 cores". `used`: those of the trace, or 0."""
+    count, machine = used or profile.facts.get("threads", 0), profile.facts.get("cores", 0)
     of_all = f" of {machine}" if count < machine else ""
     return f"{count}{of_all} core{'s' * ((machine if of_all else count) != 1)}"

@@ -12,7 +12,7 @@ from popengine.table import Task
 from popvision import memory
 from popvision.analysis import Figures, compare_figures
 from popvision.report import page_data, summary
-from popvision.sentences import fact_sentences, machine_sentence, warning_sentences
+from popvision.sentences import fact_sentences, warning_sentences
 from popvision.units import cores_text, size_text
 from popvision.virtual import DeviceStep
 
@@ -66,7 +66,7 @@ def test_the_slowest_stage_is_named_with_its_time():
 def test_as_many_micro_batches_as_a_report_says_halve_the_bubble(stages, micro_batches):
     found = Figures(simulated(stages, micro_batches))
     sentence = fact_sentences(found)["bubble"]
-    more = int(re.search(r"; (\d+) micro-batches instead of (\d+) halve it\.", sentence)[1])
+    more = int(re.search(r"; (\d+) micro-batches instead of (\d+) make it", sentence)[1])
     assert more == 2 * micro_batches + stages - 1
     assert Figures(simulated(stages, more)).bubble_apart == pytest.approx(found.bubble_apart / 2)
 
@@ -90,7 +90,7 @@ def test_cores_that_wait_are_told_and_so_are_cores_that_are_not_used():
     alone = simulated(2, 16, order="sharded", cores=2)  # each micro-batch waits for the one before
     found = Figures(alone)
     assert [use.waiting for use in found.usages] == [0]
-    assert any(text.startswith("Of 2 cores 1 ran tasks") for text in told(alone))
+    assert found.cores.startswith("1 of ")
     few = simulated(2, 3, cores=2)
     assert Figures(few).idle_here == pytest.approx(1 / 4)
     assert any(text.startswith("These 2 cores waited for 25% of a step") for text in told(few))
@@ -98,7 +98,7 @@ def test_cores_that_wait_are_told_and_so_are_cores_that_are_not_used():
 
 def test_the_cores_that_run_all_ipus_are_said_of_those_of_the_machine():
     def words(threads, cores):
-        return cores_text(Profile("", True, facts={"threads": threads, "cores": cores}))
+        return cores_text(Profile("", True, facts={"threads": threads, "cores": cores}), used=0)
 
     assert [words(1, 2), words(1, 1), words(2, 2)] == ["1 of 2 cores", "1 core", "2 cores"]
 
@@ -134,20 +134,13 @@ def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
     assert row.first == row.second == "500 µs"  # two rows in a micro-batch
 
 
-def test_a_sentence_says_how_busy_the_machine_was():
+def test_a_figure_says_how_busy_the_machine_was():
     profile = simulated(2, 4, steps=6)
-    assert machine_sentence(Figures(profile)) == ""  # not measured
-
-    def computing(share):
-        runs = [run._replace(computed=round(share * (run.end - run.start))) for run in profile.runs]
-        return replace(profile, runs=tuple(runs))
-
-    assert machine_sentence(Figures(computing(1))) == "This program got 100% of its cores while it computed."
-    text = machine_sentence(Figures(computing(0.25)))
-    assert text.startswith("The machine was busy: this program got 25% of the time of its cores.")
-    assert "costs of stages, blocks and operations are processor time" in text
-    assert summary(computing(0.25)).splitlines()[1] == f"  {text}"
-    assert page_data(Figures(computing(0.25)))["figures"]["about"] == [text]
+    assert Figures(profile).others_share is None  # not measured
+    runs = [run._replace(computed=(run.end - run.start) // 4) for run in profile.runs]
+    busy = replace(profile, runs=tuple(runs))
+    assert Figures(busy).others_share == 0.75
+    assert "  cores used by other programs            75.0%\n" in summary(busy)
 
 
 def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
@@ -209,7 +202,7 @@ def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
         Figures(known).bubble_apart,
     )
     assert unknown.devices.runs == Figures(known).devices.runs
-    assert "halve it" in fact_sentences(Figures(known))["bubble"]
+    assert "make it" in fact_sentences(Figures(known))["bubble"]
     assert (
         fact_sentences(unknown)["bubble"] == "With equal stages the bubble is 25.0%."
     )  # its formula is not known

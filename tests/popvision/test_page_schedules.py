@@ -45,7 +45,7 @@ def test_a_step_is_shown_event_by_event(chromium, report):
 def test_one_step_is_saved_as_a_picture_of_what_the_page_draws(chromium, report):
     chromium.open(report)
     chromium.value("URL.createObjectURL = (blob) => { window.saved = blob; return '#'; }")
-    press(chromium, "Save as SVG")
+    press(chromium, "Save SVG")
     svg = ElementTree.fromstring(chromium.value("window.saved.text()"))
     name = "{http://www.w3.org/2000/svg}"
     texts = [element.text for element in svg.iter(f"{name}text")]

@@ -32,7 +32,7 @@ function traceView(entry, page) {
   if (from < to) trace.show([from, to]);
   return make("div", {},
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran where, and when"), onSwitch(page), make("span", { class: "spring" }),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "What ran when"), onSwitch(page), make("span", { class: "spring" }),
         stepper(trace), svgButton(entry, trace)),
       make("div", { class: "tools" },
         search, found, make("span", { class: "spring" }), page.on === "cores" ? steps : null, button("One step", null, () => trace.show(trace.oneStep())), page.on === "cores" ? button("One call", null, () => trace.show(trace.oneCall())) : null, button("All", null, () => trace.show([...trace.all])),
@@ -79,7 +79,7 @@ function svgButton(entry, trace) {
     const address = URL.createObjectURL(new Blob([traceSvg(entry, trace)], { type: "image/svg+xml" }));
     make("a", { href: address, download: `${DATA.title.replace(/\W+/g, "-")}.svg` }).click();
     setTimeout(() => URL.revokeObjectURL(address), 10000);
-  } }, "Save as SVG");
+  } }, "Save SVG");
 }
 
 // ---- search
@@ -99,7 +99,7 @@ function wantedBy(trace, query) {
 function eventSearch(trace, page, changed) {
   const found = make("span", { class: "hint", id: "found", "aria-live": "polite" });
   let hits = [], at = -1;
-  const input = make("input", { type: "search", placeholder: "backward stage1 batch3 …", "aria-label": "Search events", value: page.state.search || "", oninput: () => { fill(); page.note({ search: input.value }); changed(); }, onkeydown: (event) => {
+  const input = make("input", { type: "search", placeholder: "backward stage1 …", "aria-label": "Search events", value: page.state.search || "", oninput: () => { fill(); page.note({ search: input.value }); changed(); }, onkeydown: (event) => {
     if (event.key !== "Enter" || !hits.length) return;
     at = (at + (event.shiftKey ? hits.length - 1 : 1)) % hits.length;
     trace.choose(hits[at]);

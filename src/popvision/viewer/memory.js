@@ -76,7 +76,7 @@ function liveness(entry, profile) {
     const need = entry.figures.needs.find((row) => String(row.ipu) === state.ipu);
     title.textContent = `At ${units.time(Math.round(state.cursor))}: ${units.bytes(bytesAt(state.cursor))} for micro-batches, ${units.bytes(need.always)} always` + (inside > 0 ? `; ${units.bytes(inside)} of it inside the ${PHASES[tasks[running.task].phase]} of stage ${tasks[running.task].stage}` : "");
     const always = [["weights", need.weights], ["buffers", need.buffers], ["gradient sums", need.gradients], ["optimizer state", need.optimizer]].filter(([, bytes]) => bytes);
-    const line = (name, kind, batch, bytes, [module, where] = ["", ""]) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)), make("td", {}, module), make("td", {}, where));
+    const line = (name, kind, batch, bytes, [module, where] = ["", ""]) => make("tr", {}, make("td", {}, name), make("td", {}, kind), make("td", { class: "right" }, batch), make("td", { class: "right" }, units.bytes(bytes)), make("td", {}, module), make("td", { class: "where" }, breakable(where)));
     list.replaceChildren(make("table", {},
       make("thead", {}, make("tr", {}, make("th", {}, "alive"), make("th", {}, "kind"), make("th", { class: "right" }, "micro-batch"), make("th", { class: "right" }, "bytes"), make("th", {}, "module"), make("th", {}, "line"))),
       make("tbody", {}, alive.slice(0, 200).map((row) => line(row.name, row.kind, String(row.micro_batch), row.bytes, origin(row))), always.map(([name, bytes]) => line(name, "always live", "", bytes)))));

@@ -18,7 +18,7 @@ function headlineView(entry, page) {
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const fits = figures.fits === null ? "" : `${figures.fits ? "Fits" : "Does not fit"} into ${units.bytes(figures.capacity)}.`;
-  const remarks = { bubble: [figures.facts.bubble], apart: ["Simulated with the recorded costs."], here: [`${figures.cores} ran all ipus.`], memory: [fits, figures.facts.memory], throughput: [`${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")}.`] };
+  const remarks = { bubble: [figures.facts.bubble], apart: ["Simulated with the recorded costs."], here: [`${figures.cores} ran all ipus${figures.usages.length && figures.usages.length < profile.facts.threads ? ", because tasks are so short that others would wait for Python's lock" : ""}.`], memory: [fits, figures.facts.memory], throughput: [`${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples.`] };
   const tiles = make("div", { class: "tiles" },
     Object.entries(remarks).map(([name, remark]) => {
       const [first, ...others] = figures.shown.filter(([tile]) => tile === name);
@@ -29,7 +29,7 @@ function headlineView(entry, page) {
   page.miniature = trace;
   return make("div", {}, ...figures.about.map((text) => make("p", { style: { marginBottom: "12px" } }, text)), tiles, warnings,
     make("section", { class: "card" },
-      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), ...(trace.lanes.length ? [stepper(trace), svgButton(entry, trace)] : []), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Open the trace")),
+      make("div", { class: "tools" }, make("h2", { style: { margin: "0" } }, "One step"), onSwitch(page), make("span", { class: "spring" }), ...(trace.lanes.length ? [stepper(trace), svgButton(entry, trace)] : []), make("button", { type: "button", class: "plain", onclick: () => page.goTo("trace") }, "Trace")),
       ...(trace.lanes.length ? [trace.said, trace.canvas, traceLegend(trace)] : [make("p", { class: "hint" }, "No step was recorded as a whole.")])),
     make("div", { class: "columns" }, stageCard(figures), usageCard(entry, page.on)),
     passesCard(profile, figures));
@@ -86,17 +86,17 @@ function hostView(entry) {
   const { profile, figures } = entry, calls = rows(profile.calls), host = rows(profile.host);
   if (!calls.length) return emptyCard("No call ended", "The host's times are measured around calls.");
   const kinds = Object.entries(figures.host), most = Math.max(...kinds.map(([, value]) => value), 1e-9);
-  const gaps = calls.slice(1).map((call, i) => ({ call: call.call, gap: call.start - calls[i].end, lasted: call.end - call.start, adjacent: call.call === calls[i].call + 1 }));
+  const gaps = calls.map((call, i) => ({ call: call.call, lasted: call.end - call.start, gap: i && call.call === calls[i - 1].call + 1 ? call.start - calls[i - 1].end : null }));
   const bars = make("div", { class: "bars" }, kinds.flatMap(([name, value]) => [make("span", { class: "name" }, name), make("div", { class: "bar" }, make("i", { style: { width: `${(100 * value) / most}%`, background: name === "loader" ? "#d55e00" : "#56b4e9" } })), make("span", { class: "number" }, units.time(value * 1e9))]));
   const table = sortable([
     { name: "call", right: true, value: (row) => row.call, cell: (row) => String(row.call) },
     { name: "lasted", right: true, value: (row) => row.lasted, cell: (row) => units.time(row.lasted) },
-    { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => (row.adjacent ? units.time(row.gap) : "–") },
+    { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => units.time(row.gap) },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 0, down: false, id: "calls" });
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
     make("p", { class: "hint", style: { marginTop: "10px" } }, "The host's row stands above the cores in the trace, on the same clock."),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
-    gaps.length ? make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element) : null);
+    make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element));
 }
 
 /** A transfer in words: between ipus, or between an ipu and the host. */
