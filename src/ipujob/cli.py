@@ -62,21 +62,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parse_assignment(text: str) -> tuple[str, str]:
-    """Return (NAME, VALUE) of an argument NAME=VALUE. Raises: ArgumentTypeError, if NAME or = is missing."""
-    name, sign, value = text.partition("=")
-    if not (name and sign):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    return name, value
-
-
 def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         "ipujob", description="Check IPUJob files, and run them here or in a Kubernetes cluster."
     )
     parser.add_argument("--version", action="version", version=f"ipujob of Pando {pando_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    assignments: dict[str, Any] = {"type": _parse_assignment, "action": "append", "default": []}
+    assignments = dict[str, Any](type=lambda text: text.partition("=")[::2], action="append", default=[])
 
     def command(name: str, run: Command, summary: str, *shared: str, more: str = "") -> Callable[..., Any]:
         added = commands.add_parser(
@@ -204,7 +196,7 @@ def render_file(arguments: argparse.Namespace) -> int:
 def run_file(arguments: argparse.Namespace) -> int:
     """Run a file's jobs here, one after another, until a job fails; return that job's exit code, else 0."""
     if not arguments.local:
-        fix = "ipujob run --local FILE; or ipujob submit FILE, which runs it in a cluster"
+        fix = f"ipujob run --local {arguments.file}; or ipujob submit {arguments.file}, in a cluster"
         raise InputError(f"ipujob: run starts the workers on this machine, not in a cluster\n  fix: {fix}")
     for _, folder in arguments.clone:
         if not Path(folder).is_dir():

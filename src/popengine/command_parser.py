@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
-        self._given = " ".join(args or ())
+        self._given = shlex.join(args or ())
         found, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
             self.exit_for_unknown_option(unknown[0].partition("=")[0])
@@ -29,11 +30,16 @@ class CommandParser(argparse.ArgumentParser):
         return found, rest
 
     def exit_for_unknown_option(self, name: str) -> NoReturn:
-        self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+        near = did_you_mean(name, self._option_string_actions)
+        _, *meant = near.split("'")
+        fix = f"\n  fix: {self.prog} {self._given.replace(name, meant[0], 1)}" if meant else ""
+        self.error(f"unknown option {name}{near}{fix}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type is int and not re.fullmatch(r"[+-]?\d+", arg_string):
             self.error(f"{action.option_strings[0]} takes a whole number, such as 4; found {arg_string!r}")
+        if re.fullmatch("[A-Z]+=[A-Z]+", str(action.metavar)) and not re.match(".+=", arg_string):
+            self.error(f"{action.option_strings[0]} takes {action.metavar}; found {arg_string!r}")
         return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -46,6 +52,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         given, missing = self._given, message.partition("arguments are required: ")[2].replace(",", "")
-        whole = f"{self.prog} {given} {missing}" if missing and given else f"see {self.prog} --help"
-        fix = "" if "\n  fix: " in message else f"\n  fix: {whole}"
+        words = "--help" if missing in ("", "COMMAND") else f"{given} {missing}".strip()
+        fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} {words}"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

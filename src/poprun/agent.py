@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
@@ -33,6 +34,7 @@ PATIENCE_AT_SIGNALS = 25  # seconds to save a checkpoint after SIGTERM; Kubernet
 _PATIENCE_FOR_CAUSE = 20  # seconds for another instance to fail, if those that failed had lost a peer
 _POLL = 0.2  # seconds between two checks of the other nodes
 _LAST_LINES = 20
+_TAG_END = "\0"  # stands between a line's tag and the line
 
 
 def run_node(request: CommandLine, description: Node, folder: str) -> int:
@@ -41,8 +43,8 @@ def run_node(request: CommandLine, description: Node, folder: str) -> int:
     of a `RunLost`. `folder` is a temporary folder of this poprun."""
     if request.verbosity < 2:
         logging.disable(logging.CRITICAL)  # elastic logs what poprun prints itself
-    for stream in (sys.stdout, sys.stderr):  # elastic copies the instances' output to these
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("stdout", "stderr"):  # elastic copies the instances' output to these
+        setattr(sys, name, _WholeLines(getattr(sys, name)))
     code: int | None = None  # of the last round
     node, is_end = None, False  # after a signal the other nodes may wait for this node to come back
     try:
@@ -157,7 +159,7 @@ class Instances:
             logs_specs=DefaultLogsSpecs(
                 node.folder, self._silent, {i: tee & ~self._silent[i] for i in indices}
             ),
-            log_line_prefixes={i: f"[{first + i}] " for i in indices},
+            log_line_prefixes={i: f"[{first + i}] {_TAG_END}" for i in indices},
         )
         self.running = {first + i: pid for i, pid in self._context.pids().items()}
         self.exit_codes: dict[int, int] = {}  # by instance, in the order of their ends
@@ -172,6 +174,8 @@ class Instances:
             self._context.close(error.sigval, PATIENCE_AT_SIGNALS)
         else:
             self._context.close(signal.SIGTERM, PATIENCE)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         for descriptor in self._ends:
             os.close(descriptor)
 
@@ -212,6 +216,26 @@ class Instances:
                 with suppress(OSError):
                     lines += Path(paths[local]).read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return lines
+
+
+class _WholeLines:
+    """A stream that writes tagged lines whole: the beginning of a line waits for the line's end, or for `flush`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begun = stream, dict[str, str]()
+
+    def write(self, text: str) -> None:
+        tag, is_tagged, part = text.partition(_TAG_END)
+        line = self._begun.pop(tag, tag) + part if is_tagged else text
+        if is_tagged and not part.endswith("\n"):
+            self._begun[tag] = line
+        else:
+            self._stream.write(line)
+            self._stream.flush()
+
+    def flush(self) -> None:
+        for tag in tuple(self._begun):
+            self.write(f"{tag}{_TAG_END}\n")
 
 
 def _silenced_streams(request: CommandLine, instance: int) -> Std:

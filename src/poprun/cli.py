@@ -71,6 +71,8 @@ def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
         request.log.warning(f"no effect without IPUs: {options}")
     if request.ignored_mpi:
         request.log.warning(f"no effect without MPI: {' '.join(request.ignored_mpi)}")
+    for name in request.unset:
+        request.log.warning(f"-x {name} has no effect: {name} is not set here\n  fix: -x {name}=VALUE")
     for name in request.after_program:
         request.log.warning(f"{name} stands after the program, so the program gets it")
     if (request.print_topology or request.verbosity) and not request.is_elastic:

@@ -46,6 +46,7 @@ class CommandLine:
     verbosity: int = 0
     recorded: tuple[str, ...] = ()  # names of given options that have no effect here
     ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
+    unset: tuple[str, ...] = ()  # names of `-x NAME` that are not set here
     after_program: tuple[str, ...] = ()  # names of poprun's options that stand after the program
 
     @property
@@ -68,9 +69,13 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         options = parser.parse_args(own)
     if options.export_config:
         values = {name: value for name, value in vars(options).items() if not name.endswith("port_config")}
-        Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
+        try:
+            Path(options.export_config).write_text(json.dumps(values, indent=2) + "\n")
+        except OSError as error:
+            parser.error(f"--export-config: {error}\n  fix: --export-config poprun.json")
     if not program:
         parser.error("the program is missing\n  fix: poprun [options] program [args...]")
+    parser.check_program(program)
     options.fewest_instances, options.instances = parser.check_number_options(options)
     mpi, ignored_mpi = parser.parse_mpi_options([*options.mpi_global_args, *options.mpi_local_args])
     pairs = [word.partition("=") for word in (*mpi.x, *options.x)]
@@ -78,6 +83,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         # The name becomes part of a shell script on other hosts.
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             parser.error(f"argument -x: {name!r} is not the name of an environment variable")
+    options.unset = tuple(name for name in options.x if "=" not in name and name not in environment)
     known = [pair for pair in pairs if pair[1] or pair[0] in environment]
     variables = {name: value if equals else environment[name] for name, equals, value in known}
     if options.executable_cache_path:
@@ -86,6 +92,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         variables[WAIT_LIMIT] = f"{options.wait_limit:g}"
     if options.checkpoint_dir:
         options.checkpoint_dir = variables[CHECKPOINTS] = str(Path(options.checkpoint_dir).absolute())
+        if Path(options.checkpoint_dir).is_file():
+            parser.error(f"{options.checkpoint_dir} is a file\n  fix: --checkpoint-dir checkpoints")
     if options.max_restarts is None:
         options.max_restarts = 3 if options.fewest_instances else 0
     options.program, options.variables = tuple(program), tuple(variables.items())
@@ -169,7 +177,7 @@ class _Parser(CommandParser):
     def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
         own: list[str] = []
-        rest = list(words)
+        self._given, rest = shlex.join(words), list(words)
         while rest and rest[0].startswith("-"):
             word = rest.pop(0)
             if word == "--":
@@ -192,6 +200,14 @@ class _Parser(CommandParser):
                 between = "=" if full.startswith("--") else ""
                 own.append(f"{full}{between}{value if equals else rest.pop(0)}")
         return own, rest
+
+    def check_program(self, program: Sequence[str]) -> None:
+        """Exit if the first word of the program is an option without its dashes, or sets a variable."""
+        name, equals, _ = program[0].partition("=")
+        if f"--{name}" in self._option_string_actions and shutil.which(name) is None:
+            self.error(f"{program[0]!r} is no program\n  fix: poprun --{' '.join(program)}")
+        if equals and name.isidentifier():
+            self.error(f"{program[0]!r} is no program\n  fix: -x {program[0]} sets it in all instances")
 
     def own_options(self, words: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
         """Return the names of poprun's options in `words`, without those in `given` and those of most programs."""

@@ -25,7 +25,9 @@ def main() -> None:
         os.execvp(program[0], program)
     except OSError as error:
         fix = "name a program that is on PATH, such as: poprun --num-replicas 2 --num-instances 2 python3 train.py"
-        if program[0].endswith(".py"):
+        if " " in program[0]:
+            fix = f"without quotes: poprun ... {program[0]}"
+        elif program[0].endswith(".py"):
             fix = f"a file of Python is run by Python: poprun ... python3 {' '.join(program)}"
         print(f"poprun: {program[0]} can't be started: {error.strerror}\n  fix: {fix}", file=sys.stderr)
         sys.exit(127)

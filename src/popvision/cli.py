@@ -5,7 +5,6 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from popengine.command_parser import CommandParser
 from popengine.environment import pando_version
@@ -15,7 +14,7 @@ from popengine.profile import ProfileError
 from .joined import load
 from .report import find_profiles, summary, write_comparison, write_report
 
-_REPORT = "a report's folder, or one profile.pop file in it"
+_REPORT = "a report's folder (report), or one profile.pop file in it"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,13 +22,15 @@ def main(arguments: list[str] | None = None) -> int:
     can't be read or written. Raises: SystemExit, if an argument is wrong"""
     given = sys.argv[1:] if arguments is None else arguments
     parser = _make_parser()
-    if given and given[0] not in _COMMANDS and not given[0].startswith("-"):
+    if given and given[0] not in _COMMANDS and (not given[0].startswith("-") or given[0][2:] in _COMMANDS):
         if not Path(given[0]).exists():
-            known = ", ".join(_COMMANDS)
+            near = did_you_mean(given[0], [*_COMMANDS, "--help", "--version", *map(str, Path().iterdir())])
             parser.error(
-                f"{given[0]!r} is not a command, a folder or a file{did_you_mean(given[0], _COMMANDS)}\n"
-                f"  fix: the folder of a report, or one of the commands {known}"
+                f"{given[0]!r} is not a command, a folder or a file{near}\n"
+                f"  fix: the folder of a report, or one of the commands {', '.join(_COMMANDS)}"
             )
+        if len(given) > 1 and Path(given[1]).exists():
+            parser.error(f"{given[1]} is a second report\n  fix: popvision compare {' '.join(given)}")
         given = ["report", *given]
     args = parser.parse_args(given)
     try:
@@ -38,8 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reading end is closed: `popvision summary report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ProfileError, OSError) as error:
+    except ProfileError as error:
         print(f"popvision: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        fix = "--output PAGE, in a folder of yours"
+        print(f"popvision: the page can't be written: {error}\n  fix: {fix}", file=sys.stderr)
         return 1
     return 0
 
@@ -52,22 +57,17 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser("popvision", description=about)
     parser.add_argument("--version", action="version", version=f"popvision of Pando {pando_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="popvision")
-    page: dict[str, Any] = {"type": Path, "metavar": "PAGE"}
     parsers = {}
     for name, (run, text) in _COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         parsers[name].set_defaults(run=run)
-        here: dict[str, Any] = {"help": _REPORT}
-        if name in ("report", "summary"):
-            here = {"help": f"{_REPORT} (report)", "nargs": "?", "default": Path("report")}
-        parsers[name].add_argument("report", type=Path, metavar="REPORT", **here)
-    add = parsers["report"].add_argument
-    add("--no-browser", action="store_true", help="only write the page")
-    add("--output", **page, help="the page to write (REPORT/report.html)")
-    add = parsers["compare"].add_argument
-    add("other", type=Path, metavar="OTHER", help="the other run's folder")
-    add("--output", **page, default=Path("comparison.html"), help="the page to write (comparison.html)")
-    add("--open", action="store_true", help="open the page in a browser")
+        here = {"nargs": None if name == "compare" else "?", "default": Path("report")}
+        parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT, **here)
+        parsers[name].add_argument("--no-browser", action="store_true", help="open no browser")
+    parsers["compare"].add_argument("other", type=Path, metavar="OTHER", help="the other run's folder")
+    for name, default in (("report", None), ("compare", Path("comparison.html"))):
+        text = f"the page to write ({default or 'REPORT/report.html'})"
+        parsers[name].add_argument("--output", type=Path, metavar="PAGE", default=default, help=text)
     return parser
 
 
@@ -75,18 +75,12 @@ def _write_and_open_report(args: argparse.Namespace) -> None:
     profiles = find_profiles(args.report)
     for path in profiles:
         load(path)  # a profile that can't be read is an error here, not a page about one
-    try:
-        page = write_report(profiles[0].parent.parent, args.output)
-    except OSError as error:
-        raise ProfileError(
-            f"the page can't be written: {error}\n  fix: --output PAGE, in a folder of yours"
-        ) from None
-    _print_and_open(page, not args.no_browser)
+    _print_and_open(write_report(profiles[0].parent.parent, args.output), args)
 
 
-def _print_and_open(page: Path, in_browser: bool) -> None:
+def _print_and_open(page: Path, args: argparse.Namespace) -> None:
     print(page)
-    if in_browser:
+    if not args.no_browser:
         webbrowser.open(page.resolve().as_uri())
 
 
@@ -96,7 +90,7 @@ def _print_summary(args: argparse.Namespace) -> None:
 
 def _compare_reports(args: argparse.Namespace) -> None:
     print(write_comparison(args.report, args.other, args.output))
-    _print_and_open(args.output, args.open)
+    _print_and_open(args.output, args)
 
 
 _COMMANDS = {

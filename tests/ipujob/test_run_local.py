@@ -189,7 +189,7 @@ def test_other_kinds_and_other_places_are_refused(run, tmp_path, capfd):
     assert code == 2 and "kind ConfigMap isn't an IPUJob" in err
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job()))
     assert main(["run", str(tmp_path / "job.yaml")]) == 2
-    assert "fix: ipujob run --local FILE" in capfd.readouterr().err
+    assert f"fix: ipujob run --local {tmp_path}/job.yaml; or" in capfd.readouterr().err
 
 
 def test_a_program_that_is_not_there_fails(run, tmp_path, monkeypatch):

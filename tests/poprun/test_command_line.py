@@ -88,7 +88,7 @@ def test_command_lines_of_real_programs_are_understood(line, replicas, instances
 
 
 def test_variables_come_from_here_or_from_the_command_line():
-    line = "--mpi-local-args='-x PATH -x A=1=2 -x ABSENT' -x B=3 --executable-cache-path /c python3"
+    line = "--mpi-local-args='-x PATH -x A=1=2 -x ABSENT' -x B=3 -x ABSENT --executable-cache-path /c python3"
     assert request(line).variables == (
         ("PATH", "/bin"),
         ("A", "1=2"),
@@ -123,6 +123,9 @@ def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
         ("", "the program is missing\n  fix: poprun [options] program [args...]"),
         ("--num-replcas 2 python3", "unknown option --num-replcas; did you mean '--num-replicas'?"),
         ("--num-replicas 4", "the program is missing"),
+        ("num-replicas 4 a", "'num-replicas' is no program\n  fix: poprun --num-replicas 4 a"),
+        ("-x A=1 B=2 a", "'B=2' is no program\n  fix: -x B=2 sets it in all instances"),
+        ("--export-config /nosuch/x a", "No such file or directory: '/nosuch/x'\n  fix: --export-config"),
         ("--num-replicas", "argument --num-replicas: a value is missing"),
         ("--num-replicas=four python3", "--num-replicas takes a whole number, such as 4; found 'four'"),
         ("--wait-limit=0 python3", "--wait-limit must be at least 1, got 0"),

@@ -40,12 +40,12 @@ def test_arguments_of_the_program_arrive_as_they_are(poprun):
     assert run.out.read_text() == "['--num-replicas', '$HOME', '$$', '${local_rank}', '']\n"
 
 
-def test_tags_say_which_instance_a_line_is_of(poprun):
-    run = poprun(
-        *TWO, "--mpi-global-args", "--tag-output", *PYTHON, "import os; print('rank', os.environ['RANK'])"
-    )
+def test_tags_say_which_instance_a_line_is_of_and_lines_written_in_parts_stay_whole(poprun):
+    program = "import os, time\nfor part in 'a', 'b' + os.environ['RANK']:\n"
+    program += " print(part, end='', flush=True)\n time.sleep(0.3)"
+    run = poprun(*TWO, "--mpi-global-args", "--tag-output", *PYTHON, program)
     assert run.wait() == 0
-    assert sorted(run.out.read_text().splitlines()) == ["[0] rank 0", "[1] rank 1"]
+    assert sorted(run.out.read_text().splitlines()) == ["[0] ab0", "[1] ab1"]
 
 
 def test_only_one_instance_may_be_shown_and_a_bar_stays_a_bar(poprun):
