@@ -4,18 +4,8 @@
 ...                  int(popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized))
 """
 
-from enum import IntEnum
+from enum import EnumType, IntEnum
 from typing import NoReturn
-
-__all__ = [
-    "AccumulateOuterFragmentSchedule",
-    "BatchSerializationBatchSchedule",
-    "PatternsLevel",
-    "RecomputationType",
-    "SubgraphCopyingStrategy",
-    "SyntheticDataMode",
-    "VirtualGraphMode",
-]
 
 AccumulateOuterFragmentSchedule = IntEnum(
     "AccumulateOuterFragmentSchedule",
@@ -30,6 +20,8 @@ RecomputationType = IntEnum("RecomputationType", "None_ Standard NormOnly Pipeli
 SubgraphCopyingStrategy = IntEnum("SubgraphCopyingStrategy", "OnEnterAndExit JustInTime", start=0)
 SyntheticDataMode = IntEnum("SyntheticDataMode", "Off Zeros RandomNormal RandomUniform", start=0)
 VirtualGraphMode = IntEnum("VirtualGraphMode", "Off Manual Auto ExecutionPhases", start=0)
+
+__all__ = [name for name, value in vars().items() if type(value) is EnumType and value is not IntEnum]  # pyright: ignore
 
 
 def __getattr__(name: str) -> NoReturn:

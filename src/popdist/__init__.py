@@ -11,27 +11,10 @@ Without a launcher there is one instance with one replica.
 
 import os
 from collections.abc import Callable, Iterable
+from types import FunctionType as _FunctionType
 from typing import Any
 
 from popengine import environment as _environment
-
-__all__ = [
-    "checkNumIpusPerReplica",
-    "execute_on_instances",
-    "getDeviceId",
-    "getInstanceIndex",
-    "getLocalInstanceIndex",
-    "getNumInstances",
-    "getNumInstancesPerReplica",
-    "getNumIpusPerReplica",
-    "getNumLocalReplicas",
-    "getNumTotalReplicas",
-    "getReplicaIndexOffset",
-    "init",
-    "isBackendInitialized",
-    "isPopdistEnvSet",
-    "synchronize",
-]
 
 _read_launch = _environment.read_launch
 
@@ -148,6 +131,9 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
 
     with collectives.restrict_to_instances(chosen):
         return fn(*args, **kwargs)
+
+
+__all__ = [name for name, value in vars().items() if type(value) is _FunctionType and name[0] != "_"]  # pyright: ignore
 
 
 def __getattr__(name: str) -> Any:
