@@ -20,7 +20,6 @@ from .loop import PARTS, Difference, RankReport, half_of
 from .meeting import ranks_text
 from .plain import NEAR, SLACK, PlainUpdates, Recipe, fit, sample
 from .verdicts import (
-    HALF,
     ZEROS,
     describe_difference,
     factor_between,
@@ -63,18 +62,15 @@ class Case:
         verdicts = {part: {name: dict[int, str]() for name in self.plain.parameters} for part in PARTS}
         for rank, found in enumerate(self.found):
             is_idle = not self.reports[rank].steps and any(report.steps for report in self.reports)
-            for name in self.plain.parameters:
+            for name, parameter in self.plain.parameters.items():
                 of_name = found.get(name, {})
                 is_unused = is_idle and "weight" in of_name and is_rounding(of_name["weight"].verdict)
                 for part in PARTS:
                     if part in of_name and not (part == "gradient" and is_unused):
                         verdicts[part][name][rank] = of_name[part].verdict
-                    elif part not in of_name and name in due[rank] and self._has_gradient(name):
+                    elif part not in of_name and name in due[rank] and parameter.grad is not None:
                         verdicts[part][name][rank] = "missing"
         return verdicts
-
-    def _has_gradient(self, name: str) -> bool:
-        return self.plain.parameters[name].grad is not None
 
     def is_trained(self, name: str) -> bool:
         """Return whether plain PyTorch computes a gradient of the parameter, or changes it."""
@@ -372,16 +368,7 @@ def _by_norm_of_a_rank(case: Case, names: Sequence[str]) -> str | None:
     return f"{case.subject(names)} clipped by the norm of one rank, not of all: to {limit:.3g} on {ranks_text(clipped)}"
 
 
-def _by_half_precision(case: Case, names: Sequence[str]) -> str | None:
-    """Plain PyTorch's with errors as large as those of bfloat16 or float16."""
-    found, plain, _ = case.gradients(names)
-    error = float(((found - plain).nan_to_num().norm(dim=1) / plain.norm()).max())
-    kinds = (str(kind) for kind in reversed(HALF) if error < 2 * torch.finfo(kind).eps)
-    kind = next(kinds, None)
-    return f"errors of gradients are as large as rounding of {kind.removeprefix('torch.')}" if kind else None
-
-
-_HYPOTHESES = (_by_factor, _over_ranks, _by_rows, _by_norm_of_a_rank, _by_half_precision)
+_HYPOTHESES = (_by_factor, _over_ranks, _by_rows, _by_norm_of_a_rank)
 
 
 # ---- new weights ---------------------------------------------------------------------------------------------

@@ -146,6 +146,9 @@ class PlainUpdates:
 
         Returns: the index of the loss in the outputs, and the losses [micro-batches, replicas]
         """
+        # Imported late: `import poptorch.testing` does not load the engine.
+        from popengine.run.instances.all_reduce import leaf_nodes, tree_sum
+
         index, losses = 0, list[list[Tensor]]()
         sums: list[list[Any]] = []  # of each replica, the gradients of all parameters
         for micro_batches in self.recipe.layout:
@@ -158,7 +161,8 @@ class PlainUpdates:
             sums.append([parameter.grad for parameter in self.parameters.values()])
         for (name, parameter), *of_replicas in zip(self.parameters.items(), *sums, strict=True):
             if of_replicas[0] is not None:
-                parameter.grad = _sum_in_pairs(of_replicas).div_(len(losses) * len(losses[0]))
+                (total,) = tree_sum(leaf_nodes([gradient] for gradient in of_replicas))
+                parameter.grad = total.div_(len(losses) * len(losses[0]))
             elif name in self.recipe.unused:
                 parameter.grad = torch.zeros_like(parameter)
         if self.recipe.max_norm < math.inf:
@@ -197,14 +201,6 @@ class PlainUpdates:
                 self._known[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
         columns = [[self._known[tuple(rows.tolist())][name] for name in names] for rows in parts]
         return torch.stack([torch.cat(column) for column in columns], dim=1)
-
-
-def _sum_in_pairs(values: list[Tensor]) -> Tensor:
-    """Return the sum, added as a binary tree, as over the replicas of an executor."""
-    while len(values) > 1:
-        left, right = values[::2], values[1::2]
-        values = [a + b for a, b in zip(left, right, strict=False)] + left[len(right) :]
-    return values[0]
 
 
 def sample(values: Tensor | None, gradient: Tensor | None) -> Tensor:
