@@ -168,7 +168,6 @@ class LatestCall:
     times: Sequence[Sequence[Times]] = (([[]],) * len(_KEYS),)
     anchored: Mapping[str, Tensor] = field(default_factory=dict)  # by short name
     notes: Sequence[tuple[Any, Any]] = ()
-    has_run: bool = False
 
     def counters(self) -> dict[str, Times]:
         """Return a copy of the times of all runs, by `_KEYS`."""
@@ -218,7 +217,7 @@ def join_results(
     notes = [_join_values(values, "all") for values in zip(*noted, strict=True)]
     template = executable.recordings[0].template
     result, with_tensors = template.fill(map(refuse_backward_of, outputs), notes, call)
-    return LatestCall(times, anchored, with_tensors, True), result
+    return LatestCall(times, anchored, with_tensors), result
 
 
 def _join_values(values: Sequence[Tensor], mode: Outputs) -> Tensor:

@@ -27,8 +27,8 @@ from ..logs import logger
 from ..options import Options
 from ..version import __version__
 
-# A file begins with this line, followed by a hash and the pickle.
-_FIRST_LINE = f"pando {__version__} executor\n".encode()
+# A file begins with a line of these words, followed by a hash and the pickle.
+_WORDS = [b"pando", __version__.encode(), b"executor"]
 _HASH = hashlib.sha256().digest_size
 DEFAULT_NAME = "model.poptorch"
 TrainingState = dict[str, Any]
@@ -86,7 +86,9 @@ def write_file(filename: str | os.PathLike[str], saved: SavedExecutor) -> None:
         # The default protocol can't pickle a torch.memory_format.
         torch.save(saved, content, pickle_protocol=4)
         with unfinished.open("wb") as file:
-            file.writelines((_FIRST_LINE, hashlib.sha256(content.getbuffer()).digest(), content.getbuffer()))
+            file.writelines(
+                (b" ".join(_WORDS) + b"\n", hashlib.sha256(content.getbuffer()).digest(), content.getbuffer())
+            )
         unfinished.replace(path)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Error(
@@ -109,18 +111,19 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
             f"Invalid file {path}: it does not exist; files of executors in this folder: {written}\n"
             "  fix: write it with executor.save(path) or compileAndExport(path, ...)"
         )
-    content = memoryview(path.read_bytes())
-    if version := _other_version(content):
+    with path.open("rb") as file:
+        words, content = file.readline(100).split(), memoryview(file.read())
+    if words[:1] + words[2:] == [_WORDS[0], _WORDS[2]] and words != _WORDS:
         raise AssertionError(
-            f"Invalid file {path}: {version} wrote it, and this is pando {__version__}\n"
+            f"Invalid file {path}: pando {words[1].decode('utf-8', 'replace')} wrote it, and this is pando"
+            f" {__version__}\n"
             "  fix: save the model again; or load the file with the version that wrote it, save the state_dict() of"
             " model and optimizer with torch.save, and load these here"
         )
     try:
-        first_line, hashed = content[: len(_FIRST_LINE)], content[len(_FIRST_LINE) :]
-        if first_line != _FIRST_LINE or hashed[:_HASH] != hashlib.sha256(hashed[_HASH:]).digest():
+        if words != _WORDS or content[:_HASH] != hashlib.sha256(content[_HASH:]).digest():
             raise ValueError("this is no file of an executor, or it was damaged since it was written")
-        saved = torch.load(io.BytesIO(hashed[_HASH:]), weights_only=False)
+        saved = torch.load(io.BytesIO(content[_HASH:]), weights_only=False)
     except Exception as error:  # unpickling a model can raise any error
         raise AssertionError(
             f"Invalid file {path}: {type(error).__name__}: {error}\n"
@@ -129,14 +132,6 @@ def read_file(filename: str | os.PathLike[str]) -> SavedExecutor:
     if saved.options.connection_type == ConnectionType.Never:
         saved.options.connectionType(ConnectionType.Always)  # the offline target was for compilation only
     return saved
-
-
-def _other_version(content: memoryview) -> str:
-    """Return in words which other version of Pando wrote a file; "" if this one did, or none."""
-    first_line = bytes(content[: len(_FIRST_LINE) + 20]).partition(b"\n")[0] + b"\n"
-    words = first_line.split()
-    is_other = words[:1] + words[2:] == [b"pando", b"executor"] and first_line != _FIRST_LINE
-    return f"pando {words[1].decode(errors='replace')}" if is_other else ""
 
 
 def read_file_for(filename: str, executor: Any) -> SavedExecutor:

@@ -375,7 +375,7 @@ class PoplarExecutor:
                 "  fix: executor.getPerfCounters() and executor.getLatency() have seconds"
             )
         why = "for a model that has run: run the model at least once"
-        if self._calls.latest.has_run:
+        if self._compilation.calls:
             why = "only supported on actual IPU hardware; getPerfCounters() has seconds"
         raise Error(f"cycleCount() is {why}")
 

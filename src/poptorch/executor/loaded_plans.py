@@ -190,18 +190,6 @@ class LoadedPlans:
             plan.reporter.on_release()
         engine.close()
 
-    # ---- optimizer state -------------------------------------------------------------------------------------
-
-    @property
-    def shares_out_state(self) -> bool:
-        """Return whether each instance has only a part of the optimizer state: a shard, or that of its ipus. False
-        before compilation."""
-        settings = None if self.executable is None else self.executable.settings
-        if settings is None or settings.optimizer is None:
-            return False
-        is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
-        return is_sharded or settings.counts.parts > 1
-
     def fill_elsewhere(self) -> None:
         """If the model is attached, give it the weights that other processes of the replica hold: waits for these."""
         if self.engine is not None and self.engine.settings.counts.parts > 1:

@@ -192,17 +192,20 @@ class OptimizerLink:
         optimizer: Any = self.optimizer
         if self._is_connected or self.frozen is None:
             return
+        settings = self._plans.require_executable().settings
         if class_of(optimizer) is not None:
             self._hooks.append(optimizer.register_step_pre_hook(warn_of_a_step))
         if isinstance(optimizer, PoptorchOptimizer):
             self._share_names()
-            if self._plans.require_executable().settings.automatic_loss_scaling:
+            if settings.automatic_loss_scaling:
                 if optimizer._loss_factor is not None:
                     self._plans.state.loss_factor.copy_(optimizer._loss_factor)
                 optimizer._loss_factor = self._plans.state.loss_factor
         elif class_of(optimizer) is not None:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(check_torch_state))
-        if self._plans.shares_out_state:
+        # Each instance has only a part of the state: a shard, or that of its ipus.
+        is_sharded = settings.shard_optimizer is not None and settings.counts.instances > 1
+        if is_sharded or settings.counts.parts > 1:
             hook = functools.partial(_gather_state, self)
             if (earlier := vars(optimizer).get("_optimizer_shard_hook")) is not None:
                 earlier.remove()
