@@ -116,35 +116,23 @@ def _value_of(tensor: Tensor) -> Tensor | None:
     return tensor
 
 
-def _format_value(tensor: Tensor, spec: str) -> str:
-    value = _value_of(tensor)
-    if value is None:
-        return _format_tensor(tensor)
-    with DisableTorchFunction(), recording_paused():
-        return Tensor.__format__(value, spec)
+def _of_known_value(read: Callable[..., Any], without: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of the method `read`: of a tensor without known values it calls `without`."""
 
-
-def _to_numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return a tensor as a numpy array. Raises CaptureError for a traced tensor with unknown values."""
-    if (value := _value_of(tensor)) is not None:
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (value := _value_of(tensor)) is None:
+            return without(tensor, *args, **kwargs)
         with DisableTorchFunction(), recording_paused():
-            return Tensor.numpy(value, *args, **kwargs)
+            return read(value, *args, **kwargs)
+
+    return call
+
+
+def _refuse_numpy(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
         f"{user_line()}: the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
         "  fix: compute with torch, or run this part on the host: poptorch.CPU(function, name)"
     )
-
-
-def _to_array(tensor: Tensor, dtype: Any = None) -> Any:
-    array = _to_numpy(tensor)
-    return array if dtype is None else array.astype(dtype, copy=False)
-
-
-def _to_list(tensor: Tensor) -> Any:
-    if (value := _value_of(tensor)) is None:
-        return Tensor.tolist(tensor)  # explains why not
-    with DisableTorchFunction(), recording_paused():
-        return Tensor.tolist(value)
 
 
 def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -220,10 +208,10 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     functional.ctc_loss: lambda *args, **kwargs: _mark_as_loss(ctc_loss(*args, **kwargs)),
     functional.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__repr__: _format_tensor,
-    Tensor.__format__: _format_value,
-    Tensor.numpy: _to_numpy,
-    Tensor.__array__: _to_array,
-    Tensor.tolist: _to_list,
+    Tensor.__format__: _of_known_value(Tensor.__format__, _format_tensor),
+    Tensor.numpy: _of_known_value(Tensor.numpy, _refuse_numpy),
+    Tensor.__array__: _of_known_value(Tensor.__array__, _refuse_numpy),
+    Tensor.tolist: _of_known_value(Tensor.tolist, Tensor.tolist),  # explains why it has no values
     Tensor.backward: _refuse_backward,
     PACK_SEQUENCE: _pack_sequence,
     UNPACK_SEQUENCE: _unpack_sequence,
