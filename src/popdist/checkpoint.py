@@ -25,6 +25,7 @@ from typing import Any
 import poptorch
 from popengine.environment import CHECKPOINTS, read_launch
 from popengine.errors import without_internal_frames
+from poptorch.checks import checked
 from poptorch.data.loader_state import random_state, set_random_state
 from poptorch.executor.executable_file import set_training_state, training_state
 from poptorch.executor.executor import PoplarExecutor
@@ -52,15 +53,9 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2) -> None:
-        for name, value in {"every": every, "keep": keep}.items():
-            if not isinstance(value, int):
-                raise TypeError(
-                    f"popdist.Checkpoint: {name} is an int; found {value!r:.60}\n"
-                    "  fix: popdist.Checkpoint(folder, every=100); then checkpoint.restore(trainer, loader)"
-                )
-        if every < 0 or keep < 1:
-            raise ValueError(f"every must not be negative, and keep at least 1: got {every} and {keep}")
-        self._calls_between, self._keep = every, keep
+        fix = "popdist.Checkpoint(folder, every=100); then checkpoint.restore(trainer, loader)"
+        self._calls_between = checked("popdist.Checkpoint: every", every, int, ValueError, 0, fix)
+        self._keep = checked("popdist.Checkpoint: keep", keep, int, ValueError, 1, fix)
         self._directory = Path(os.fspath(directory)).absolute()
         existing = next(path for path in (self._directory, *self._directory.parents) if path.exists())
         if not existing.is_dir():

@@ -318,8 +318,8 @@ def test_wrong_folders_and_numbers_and_a_save_before_restore_are_refused(tmp_pat
         words = r"weights.pt is a file\n  fix: the directory is a folder"
         with pytest.raises(NotADirectoryError, match=words):
             popdist.Checkpoint(tmp_path / "weights.pt" / below)
-    for numbers in ({"every": -1}, {"keep": 0}):
-        with pytest.raises(ValueError, match="every must not be negative, and keep at least 1"):
-            popdist.Checkpoint(tmp_path, **numbers)
+    for name, least in ("every", 0), ("keep", 1):
+        with pytest.raises(ValueError, match=f"popdist.Checkpoint: {name} takes an int from {least}; found"):
+            popdist.Checkpoint(tmp_path, **{name: least - 1})
     with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the first call"):
         popdist.Checkpoint(tmp_path).save()

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from popengine.errors import DataError
+from poptorch.checks import checked
 from poptorch.data.loader_process import (
     Feeder,
     Loaded,
@@ -188,12 +189,10 @@ class AsynchronousDataAccessor:
 
 
 def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-    if not isinstance(buffer_size, int) or buffer_size <= 0:
-        raise AssertionError(f"buffer_size must be positive: {buffer_size}")
-    if miss_sleep < 0:
-        raise AssertionError(f"miss_sleep_time_in_ms must not be negative: {miss_sleep}")
-    if rebatched_size is not None and rebatched_size <= 1:
-        raise AssertionError(f"rebatched_size must be None or greater than 1, got {rebatched_size}")
+    checked("buffer_size", buffer_size, int, least=1)
+    checked("miss_sleep_time_in_ms", miss_sleep, int | float, least=0)
+    if rebatched_size is not None:
+        checked("rebatched_size", rebatched_size, int, least=2)
     if isinstance(dataset, AsynchronousDataAccessor) or getattr(dataset, "is_asynchronous", False):
         raise DataError(
             f"the {type(dataset).__name__} already uses an AsynchronousDataAccessor\n"

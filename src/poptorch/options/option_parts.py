@@ -62,8 +62,8 @@ class Training(OptionsDict):
 
     def setConvolutionDithering(self, enabled: bool) -> Self:
         """Has no effect; kept for compatibility: there are no tiles to spread convolutions over."""
-        checked("setConvolutionDithering", enabled, bool)
-        self._popart._merge("convolutionOptions", {"enableConvDithering": enabled})
+        is_on = checked("setConvolutionDithering", enabled, bool)
+        self._popart._merge("convolutionOptions", {"enableConvDithering": is_on})
         return self
 
 
@@ -101,11 +101,9 @@ class Precision(OptionsDict):
 
     def setPartialsType(self, dtype: torch.dtype) -> Self:
         """Has no effect; kept for compatibility: PyTorch's kernels choose this type; see `halfKernels`."""
-        if dtype not in _PARTIALS:
-            raise ValueError(f"setPartialsType takes torch.float or torch.half; found {dtype!r}")
-        self._popart._store("partialsTypeMatMuls", _PARTIALS[dtype])
-        self._popart._merge("convolutionOptions", {"partialsType": _PARTIALS[dtype]})
-        return self
+        partials = _PARTIALS[checked("setPartialsType", dtype, tuple(_PARTIALS), ValueError)]
+        self._popart._merge("convolutionOptions", {"partialsType": partials})
+        return self._set_popart("partialsTypeMatMuls", partials)
 
     def halfKernels(self, kernels: Literal["auto", "native", "float32"]) -> Self:
         """*Pando*: choose how a CPU computes products in half precision: "native", "float32" or "auto".

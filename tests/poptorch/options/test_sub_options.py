@@ -69,7 +69,7 @@ def test_dithering_and_partials_share_the_convolution_options():
     }
     options.Precision.setPartialsType(torch.float)
     assert options._Popart.options["convolutionOptions"]["partialsType"] == "float"
-    with pytest.raises(ValueError, match=r"torch.float or torch.half"):
+    with pytest.raises(ValueError, match=r"one of torch.float32, torch.float16"):
         options.Precision.setPartialsType(torch.bfloat16)
 
 
