@@ -160,7 +160,10 @@ class ElasticNode(NodeOfRun):
             if self.name not in records:
                 return newest
             if newest.state == "runs":
-                self._announce(new_nodes(newest, records, self._me) if self._is_in(newest) else [])
+                names = set(new_nodes(newest, records, self._me) if self._is_in(newest) else [])
+                if names - self._announced:
+                    self._log.info("a node has come, which is added after the next checkpoint")
+                self._announced = names
             elif not newest.is_over and (newest.counts or self._waited() > _WARNING_INTERVAL):
                 self._warn_of_missing(records)
             changed = decide(newest, records, self._waited(), self._me)
@@ -238,12 +241,6 @@ class ElasticNode(NodeOfRun):
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_INTERVAL
             self._log.warning(text)
-
-    def _announce(self, names: list[str]) -> None:
-        """Log that nodes have come which the next round adds, once for each."""
-        if set(names) - self._announced:
-            self._log.info("a node has come, which is added after the next checkpoint")
-        self._announced = set(names)
 
     def _warn_of_missing(self, records: dict[str, Record]) -> None:
         """Warn each minute that no round can begin."""
