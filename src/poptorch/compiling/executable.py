@@ -114,10 +114,6 @@ class Executable:
                 return True
         return False
 
-    def changes(self, call: BoundCall) -> str:
-        """Return in words how what forward reads in a call differs from the latest recording."""
-        return self.recordings[0].changes(call)[0]
-
     def present_tensors(self) -> dict[str, Tensor]:
         """Return the plain tensors that forward reads, by key of the graph's constants."""
         return {key: find() for key, find in self.recordings[0].reads.tensors.items()}
@@ -177,9 +173,7 @@ def compile_model(
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
     others = [e for e in earlier if e.key == run.key]
-    changes = others[-1].changes(run.call) if others else ""
-    settings, weights = run.settings(settings), (run.frozen, run.tied)
-    call = run.call
+    settings, weights, call = run.settings(settings), (run.frozen, run.tied), run.call
     inputs = CompiledInputs(call.kind, call.specs, call.positional, run.counts, has_float64_weights(model))
     kind = inputs.micro_batch, weights
     alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == kind]
@@ -202,14 +196,15 @@ def compile_model(
             or record_model(model, like, options, settings, earlier).graph_code() != code
         ):
             others[-1].inputs.check_call(call, unread)
-    unread.clear()  # the new graph may depend on them
     if changed.count({}) >= _MOST_VALUES:
         raise Error(
-            f"there are {_MOST_VALUES} plans for values that forward reads, and one changes again: {changes}\n"
+            f"there are {_MOST_VALUES} plans for values that forward reads, and one changes again:"
+            f" {others[-1].recordings[0].changes(call)[0]}\n"
             "  why: each value is a part of a plan, which is compiled for it\n"
             '  fix: pass it as a tensor, with options.batchDims({"name": None}), or keep it in a buffer'
             " (`register_buffer`), and write into it"
         )
+    unread.clear()  # the new graph may depend on them
     anchors = (*new.anchors.values(), *new.note_anchors)
     settings = replace(settings, anchors=anchors, products_in_float32=new.settings.products_in_float32)
     if settings.counts.replicas > 1 and options.broadcast_buffers:
