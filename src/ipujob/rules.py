@@ -264,7 +264,7 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
     if kind != "object":
         return value
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
-    valid = {}
+    valid, misspelt = {}, ""
     for key, item in value.items():
         inner, allowed = child_path(path, str(key)), known.get(key, others)
         if allowed is None and schema.get(_OPEN) and not did_you_mean(str(key), known, least=0.8):
@@ -274,12 +274,12 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
             fix = f"{'rename' if meant else 'remove'} it: a cluster would ignore it"
             if key in _RENAMED:
                 fix, meant = "use modelReplicasPerWorker, ipusPerJobInstance", ""
+            misspelt += meant
             faults.append(Fault(inner, f"{inner} is not a field of an IPUJob{meant}", fix))
         elif item is not None and (part := _drop_invalid(item, allowed, inner, faults)) is not None:
             valid[key] = part
     missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-    misspelt = "".join(fault.message for fault in faults[before:])
-    unnamed = (key for key in missing if f"did you mean {key!r}?" not in misspelt)
+    unnamed = (key for key in missing if repr(key) not in misspelt)
     faults += [Fault(path, f"{child_path(path, key)} is missing", "add it") for key in unnamed]
     return None if missing and path else valid
 
