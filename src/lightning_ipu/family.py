@@ -99,7 +99,7 @@ class PrecisionPart:
         so `optimizer.step` is not called."""
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        model.trainer.strategy.note_optimizer_step()
+        model.trainer.strategy.updates -= 1
         optimizer._opt_called = True  # else schedulers warn that `optimizer.step` was never called
         return result
 

@@ -84,7 +84,7 @@ class StrategyPart:
         vars(self).update({name: given for name, given in self._given_opts.items() if given is not None})
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
         self._undo = ExitStack()
-        self._updates = 0  # training steps of a batch, less the optimizer's steps
+        self.updates = 0  # training steps of a batch, less the optimizer's steps
         self._first_batch_rows: dict[tuple[int, ...], int] = {}  # for prediction, by (loader's index,)
         self._random_state: dict[str, list[int]] = {}
         self._loaded_random_state: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ class StrategyPart:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizers:
             self._call_before_zero_grad(self.optimizers[0])
-        self._updates += 1
+        self.updates += 1
         return self._step(self._current_stage, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,9 +203,9 @@ class StrategyPart:
         step of the optimizer: the closure has updated the weights."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._updates = 0
+            self.updates = 0
             result = optimizer_step(*args, **kwargs)
-            if self._updates > 0:
+            if self.updates > 0:
                 code = inspect.unwrap(optimizer_step).__code__
                 raise self.lightning.Misconfiguration(
                     f"{code.co_filename}:{code.co_firstlineno}: `optimizer_step` calls the closure and skips"
@@ -216,10 +216,6 @@ class StrategyPart:
             return result
 
         return step
-
-    def note_optimizer_step(self) -> None:
-        """Note a step of the optimizer, which belongs to the latest training step."""
-        self._updates -= 1
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for a batch. A short last batch is padded, and the predictions are cut."""
