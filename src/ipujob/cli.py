@@ -18,11 +18,10 @@ from popengine.environment import pando_version
 from popengine.errors import did_you_mean
 from popengine.texts import counted
 
-from . import local, operator, remote, skipped_programs
+from . import local, operator, remote, render, skipped_programs
 from .client import Refused, Unreachable
 from .files import InputError, load_job, read_documents, with_overrides
-from .render import render as make_objects
-from .rules import DROPPABLE, Fault, crd
+from .rules import DROPPABLE, crd
 
 _LOCAL = """Run the file's workers here, as processes. The file needs no change: HOME is a new folder; apt, sudo, pip
 and conda print that they were skipped; `git clone URL` copies the folder that --clone URL=FOLDER names. PATH finds
@@ -179,10 +178,9 @@ def render_file(arguments: argparse.Namespace) -> int:
         document = with_overrides(document, arguments.name)
         job = load_job(document, arguments.device, arguments.image)
         job = dataclasses.replace(job, dropped=(*job.dropped, *drops))
-        try:
-            objects, left_out = make_objects(job, arguments.way)
-        except ValueError as error:
-            raise document.error([Fault("spec.restartPolicy", str(error))]) from None
+        if faults := list(render.unsupported_fields(job, arguments.way)):
+            raise document.error(faults)
+        objects, left_out = render.render(job, arguments.way)
         if namespace := document.value["metadata"].get("namespace"):
             for each in objects:
                 each["metadata"]["namespace"] = namespace

@@ -6,7 +6,7 @@ from popengine.environment import NODE_RANK
 
 from . import pods
 from .pods import INSTANCE, JOB, Object
-from .rules import MAX_HOST, TTL, Job
+from .rules import MAX_HOST, TTL, Fault, Job
 
 _INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -14,11 +14,10 @@ _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     """Return the objects of a job, and warnings about fields that have no effect without the operator. `way`:
-    "job" (Indexed Jobs), "pod" (bare pods) or "jobset". Raises: ValueError, if such objects can't run the job"""
+    "job" (Indexed Jobs), "pod" (bare pods) or "jobset". The job has no `unsupported_fields`"""
     if way == "pod":
         objects = [pods.worker_pod(job, number) for number in range(job.instances * job.workers)]
     else:
-        _check_renderable(job, way)
         make = _job_set if way == "jobset" else _indexed_job
         objects = [make(job, instance) for instance in range(job.instances)]
     if job.has_service and way != "jobset" and objects:
@@ -26,17 +25,18 @@ def render(job: Job, way: str = "job") -> tuple[list[Object], list[str]]:
     return objects, list(_render_warnings(job, way))
 
 
-def _check_renderable(job: Job, way: str) -> None:
-    """Raise a ValueError if a host name is too long, or an Indexed Job would have to restart several workers."""
+def unsupported_fields(job: Job, way: str) -> Iterator[Fault]:
+    """Yield a fault if a host name is too long, or an Indexed Job would have to restart several workers."""
     if way == "job" and job.workers > 1 and job.restart_policy != "Never":
-        raise ValueError(
-            f"a Job can't restart {job.workers} workers as one, and restartPolicy is {job.restart_policy}\n"
-            "  fix: --as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
+        message = (
+            f"a Job can't restart {job.workers} workers as one, and restartPolicy is {job.restart_policy}"
         )
+        fix = "--as jobset, where its controller is installed; or ipujob submit, where our operator is; or Never"
+        yield Fault("spec.restartPolicy", message, fix)
     last = f"{_instance_name(job, job.instances - 1)}-worker-{job.workers - 1}"
-    if len(last) > MAX_HOST:
-        reason = f"the host name {last} has more than {MAX_HOST} characters"
-        raise ValueError(f"{reason}\n  fix: --name, with a shorter one")
+    if way != "pod" and len(last) > MAX_HOST:
+        message = f"the host name {last} has more than {MAX_HOST} characters"
+        yield Fault("metadata.name", message, "--name, with a shorter one")
 
 
 def _render_warnings(job: Job, way: str) -> Iterator[str]:
