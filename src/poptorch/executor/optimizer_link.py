@@ -89,7 +89,7 @@ class OptimizerLink:
         if compiled and before is not None:
             check_changes(before, now, with_rates=not is_loaded)
             now = now if is_loaded else replace(now, frozen=before.frozen, constants=before.constants)
-        elif before is None or now.label != before.label:
+        elif before is None or now.frozen.kind != before.frozen.kind:
             self._known = {}
         self._report_names(optimizer, now)
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
@@ -123,7 +123,7 @@ class OptimizerLink:
         """Warn once of each attribute or key that is new and unknown."""
         report = logger.debug if self._model.options._relax_optimizer_checks else logger.warning
         for description, names in unexpected_names(optimizer, self._known):
-            report("Ignoring unexpected %s in %s optimizer: %s", description, snapshot.label, names)
+            report("Ignoring unexpected %s in %s optimizer: %s", description, snapshot.frozen.kind, names)
 
     def follow_parameters(self) -> None:
         """Take over the places of parameters in the model. Warn, once of each, of parameters that the optimizer does

@@ -121,11 +121,6 @@ class Snapshot:
     constants: frozenset[str]
     kind: type[Optimizer] | None  # the class that describes the optimizer
 
-    @property
-    def label(self) -> str:
-        """The optimizer's name in messages."""
-        return self.frozen.kind
-
     def rates(self) -> dict[str, list[Any]]:
         """Return each rate's values in the groups, by name: those that have a name in `variable_attrs`, or all."""
         values_of: dict[str, list[Any]] = {"loss_scaling": [self.hyper.loss_scaling]}
@@ -176,13 +171,14 @@ def take_snapshot(
 
 def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
     """Raise Error if a value that is compiled in, or `with_rates` a constant rate, is not that of `before`."""
-    if now.label != before.label:
+    label = now.frozen.kind
+    if label != before.frozen.kind:
         raise Error(
-            f"the optimizer's type can't change once the model is compiled: it was {before.label}, this one is "
-            f"{now.label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
+            f"the optimizer's type can't change once the model is compiled: it was {before.frozen.kind}, this one is"
+            f" {label}.\n  fix: call destroy() on the executor first, so that its next call compiles the model again"
         )
     was = before.frozen.accumulator_type
-    if now.frozen.accumulator_type == torch.float16 != was and now.label != "SGD1":
+    if now.frozen.accumulator_type == torch.float16 != was and label != "SGD1":
         raise ValueError(
             "accum_type=torch.float16 needs options.Training.setMeanAccumulationAndReplicationReductionStrategy("
             f"poptorch.MeanReductionStrategy.Running), but the model is already compiled with {was}.\n"
@@ -199,7 +195,7 @@ def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
             changes.append(f"  modified constant attribute {name!r}: it was {rates}, now it is {present}\n")
     if changes:
         raise Error(
-            f"the {now.label} optimizer changes what is compiled in:\n{''.join(changes)}"
+            f"the {label} optimizer changes what is compiled in:\n{''.join(changes)}"
             "  fix: call destroy() on the model first; an attribute may change if it is given to the constructor"
             " of a poptorch optimizer, or marked by optimizer.variable_attrs.markAsVariable(name), before the"
             " model is compiled"

@@ -27,7 +27,6 @@ from popengine.errors import did_you_mean, without_internal_frames
 from popengine.settings import Hyper
 from poptorch.logs import logger
 
-_SQUARES = ("exp_avg_sq", "square_avg")  # states of which an update takes the root
 _SMALL = 1 << 20  # elements of a group whose update costs mostly the start of operations
 MAX_WEIGHT_NORM = 65500.0  # the default of LAMB
 _SPECIFIC = "___specific___"  # between the name of a rate and its parameter's
@@ -82,6 +81,7 @@ class StateKind(NamedTuple):
     file: str  # prefix of the tensor's name in the "ipu_state"; "": it is not there
     dtype: str = ""  # attribute of the optimizer that holds the tensor's dtype; "": one number, a count
     when: str = ""  # key of the group; the tensor exists if the rate is not 0
+    is_square: bool = False  # an update takes the root of its values
 
 
 class Optimizer:
@@ -441,7 +441,8 @@ def check_torch_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 "  fix: use the optimizer that wrote it, or go on with a new one"
             )
         for name, value in tensors.items():
-            if why := _fault_of_state(name, value.detach(), parameter.shape):
+            state_kind = kind._states.get(name, StateKind(""))
+            if why := _fault_of_state(state_kind, value.detach(), parameter.shape):
                 shown = value.tolist() if value.numel() == 1 else f"a tensor of the shape {list(value.shape)}"
                 raise RuntimeError(
                     f"the state to be loaded can't be right: {name} of parameter {index} is {shown}\n"
@@ -451,11 +452,11 @@ def check_torch_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 )
 
 
-def _fault_of_state(name: str, value: Tensor, shape: torch.Size) -> str:
+def _fault_of_state(kind: StateKind, value: Tensor, shape: torch.Size) -> str:
     """Return why a state of a parameter with this shape can't be right; "" if it can."""
-    if name == "step":
+    if not kind.dtype:
         is_count = value.isfinite() & (value >= 0) & (value == value.floor())
         return "" if is_count.all() else "a count of updates is a whole number, 0 or more"
-    if name in _SQUARES and bool((value < 0).any()):
+    if kind.is_square and bool((value < 0).any()):
         return "a mean of squares is nowhere negative"
     return "" if value.shape == shape else f"the parameter has the shape {list(shape)}"

@@ -21,7 +21,7 @@ _Closure = Callable[[], Tensor] | None
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
 _MOMENTS = {
     "exp_avg": StateKind("Accl1", _FIRST),
-    "exp_avg_sq": StateKind("Accl2", _SECOND),
+    "exp_avg_sq": StateKind("Accl2", _SECOND, is_square=True),
     "step": StateKind("Step"),
 }
 _AT_ONCE = 1 << 20  # elements that a formula updates together: about what fits the cores' caches
@@ -133,7 +133,7 @@ class RMSprop(_Moments, torch.optim.RMSprop):  # pyright: ignore[reportIncompati
     """
 
     _states = {
-        "square_avg": StateKind("Accl1", _SECOND),
+        "square_avg": StateKind("Accl1", _SECOND, is_square=True),
         "momentum_buffer": StateKind("Accl2", _FIRST, "momentum"),
         "grad_avg": StateKind("Accl3", _FIRST, "centered"),
         "step": StateKind(""),
