@@ -95,11 +95,8 @@ class Checkpoint:
         Raises: Error, if the checkpoint is of another model, optimizer, number of replicas, options or arguments,
             or, with several instances, if `popdist.init()` was not called
         """
-        if not isinstance(model, PoplarExecutor):
-            raise TypeError(
-                f"popdist.Checkpoint.restore takes an executor; found a {type(model).__name__}\n"
-                "  fix: checkpoint.restore(trainer, loader), with what poptorch.trainingModel returns"
-            )
+        fix = "checkpoint.restore(trainer, loader), with what poptorch.trainingModel returns"
+        checked("popdist.Checkpoint.restore", model, PoplarExecutor, TypeError, fix=fix)
         self._model, self._parts = model, {"loader": loader, **others} if loader is not None else others
         for name, part in self._parts.items():
             if not hasattr(part, "load_state_dict"):
@@ -269,13 +266,9 @@ def resumable(
         loader, executor, others: as in `Checkpoint.restore`
     Raises: Error, as `Checkpoint.restore`; TypeError for arguments of other types
     """
-    given = (("loader", loader, poptorch.DataLoader), ("checkpoint", checkpoint, Checkpoint))
-    for name, value, kind in given:
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"popdist.resumable(loader, checkpoint, executor): the {name} is a {type(value).__name__}\n"
-                '  fix: popdist.resumable(loader, popdist.Checkpoint("folder"), trainer), with a poptorch.DataLoader'
-            )
+    fix = 'popdist.resumable(loader, popdist.Checkpoint("folder"), trainer), with a poptorch.DataLoader'
+    checked("popdist.resumable: loader", loader, poptorch.DataLoader, TypeError, fix=fix)
+    checked("popdist.resumable: checkpoint", checkpoint, Checkpoint, TypeError, fix=fix)
     checkpoint.restore(executor, loader, **others)
     return _remaining(loader, checkpoint, epochs)
 

@@ -1,6 +1,7 @@
 """`checked`: the check of an argument that a user passes, and the words of its error."""
 
 import os
+import sys
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -41,7 +42,9 @@ def checked(
         raise error(f"{name} takes one of {', '.join(map(repr, kind))}; found {value!r}{meant}{fix}")
     if isinstance(value, kind) and (least is None or (not isinstance(value, bool) and value >= least)):  # type: ignore[operator]
         return value
-    word = _WORDS.get(kind) or f"a {kind.__module__.removesuffix('.enums')}.{kind.__name__}"  # type: ignore[union-attr]
+    if (word := _WORDS.get(kind)) is None:
+        is_public = kind.__name__ in sys.modules["poptorch"].__all__  # type: ignore[union-attr]
+        word = f"a {'poptorch' if is_public else kind.__module__}.{kind.__name__}"  # type: ignore[union-attr]
     limit = "" if least is None else f" from {least}"
     names = getattr(kind, "__members__", ())  # of an enum
     meant = [name for name in names if name.lower() == str(value).lower()] or names

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from popengine.errors import DataError, without_internal_frames
 from popengine.settings import Counts
+from poptorch.checks import checked
 from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none, row_count_of_epoch
 from poptorch.data.dataset_shares import ProcessSampler, sampler_of_process
 from poptorch.data.loader_state import Progress, ResumableSampler, state_for_loader
@@ -108,12 +109,7 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(options, Options) or dataset is None:
-            raise AssertionError(
-                "a DataLoader takes poptorch.Options, then a dataset; the first argument found is of type"
-                f" {type(options).__name__}, the second {type(dataset).__name__}"
-                "\n  fix: poptorch.DataLoader(options, dataset, batch_size=16)"
-            )
+        checked("DataLoader", options, Options, fix="poptorch.DataLoader(options, dataset, batch_size=16)")
         if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise DataError(
                 f"the dataset is of type {type(dataset).__name__}, which can't be indexed, and no IterableDataset\n"

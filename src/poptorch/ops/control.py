@@ -12,6 +12,7 @@ from popengine.compile.recording.functional import trace_body
 from popengine.errors import Error
 from popengine.torch_private import tree_map_only
 
+from ..checks import checked
 from .host import as_list
 from .library import check_tensors, raise_in_training, shapes_and_dtypes_of, shapes_text
 
@@ -80,8 +81,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         Error: the model is compiled for training; or outputs and inputs differ in number, shape or dtype
     """
     _raise_unless_list("inputs", inputs)
-    if not isinstance(count, int) or count < 0:
-        raise Error(f"poptorch.for_loop() takes a count that is known at compile time; found {count!r}")
+    checked("poptorch.for_loop(): a count, which is known at compile time,", count, int, Error, least=0)
     for index, value in enumerate(inputs):
         words = f"(Object contained in list at index {index} is not torch.tensor) for_loop takes tensors"
         check_tensors(words, value, error=ValueError)
