@@ -27,7 +27,7 @@ logger = logging.getLogger("popengine")
 
 # PopTorch's devices have no 64-bit types: the user receives 32-bit values, if the values fit. Only the outputs of a
 # model with float64 weights or buffers, which those devices don't run, stay float64.
-_RETURNED = {torch.int64: torch.int32, torch.float64: torch.float32}
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class ResultBuffer:
@@ -48,7 +48,7 @@ class ResultBuffer:
         if mode == "sum":
             self.values.zero_()
         self.started, self.finished = [0.0] * rows, [0.0] * rows  # perf_counter
-        self._coming = list[tuple[int, devices.Transfer]]()  # rows from other devices
+        self._transfers = list[tuple[int, devices.Transfer]]()  # rows from other devices
 
     def put(self, turn: int, replica: int, value: Tensor) -> None:
         """Copy the value of a micro-batch to its row, or add it (mode "sum"), if the mode returns it."""
@@ -63,7 +63,7 @@ class ResultBuffer:
             row += (iteration // self._period * counts.accumulation + micro_batch) * counts.replicas
         self.started[row] = perf_counter()
         if value.device != self.values.device:
-            self._coming.append((row, devices.Transfer(value, self.values.device)))
+            self._transfers.append((row, devices.Transfer(value, self.values.device)))
         else:
             self._store(row, value)
         self.finished[row] = perf_counter()
@@ -76,7 +76,7 @@ class ResultBuffer:
 
     def finish_transfers(self) -> None:
         """Store the rows from other devices."""
-        coming, self._coming = self._coming, []
+        coming, self._transfers = self._transfers, []
         for row, transfer in coming:
             self._store(row, transfer.finish())
 
@@ -101,7 +101,7 @@ class ResultBuffer:
         with torch.inference_mode(False):  # the user may write to it
             # Pinned memory is rounded up, and never given back.
             values = self.values.clone() if self.values.is_pinned() else self.values.cpu()
-        if narrow and values.dtype in _RETURNED:
+        if narrow and values.dtype in _NARROWED:
             values = _as_32_bit(values)
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values
@@ -110,7 +110,7 @@ class ResultBuffer:
 
 def _as_32_bit(values: Tensor) -> Tensor:
     """Return 64-bit values as 32-bit values; all values unchanged, with a warning, if one is too large."""
-    narrow = _RETURNED[values.dtype]
+    narrow = _NARROWED[values.dtype]
     if values.numel():
         bounds = (torch.finfo if narrow.is_floating_point else torch.iinfo)(narrow)
         low, high = values.nan_to_num(0, 0, 0).aminmax()
@@ -182,7 +182,7 @@ class Results:
         """Return the values of an anchor, by `ResultBuffer.copy_to_host`, or the latest step's loss scale."""
         if anchor.source == "loss_scale":
             return torch.tensor(self.loss_scale)
-        return self._to_host(self.buffers[int(anchor.key) if anchor.is_output else anchor])
+        return self._host_values(self.buffers[int(anchor.key) if anchor.is_output else anchor])
 
     def parts(self) -> list[tuple[int | Anchor, int, Tensor]]:
         """Return each result, as in `buffers`, with each replica that has rows of it, and these rows, as a view. Of an
@@ -203,14 +203,14 @@ class Results:
 
     def outputs(self, count: int | None = None) -> list[Tensor]:
         """Return the outputs of forward, then those of anchors: all outputs, or the first `count`."""
-        return [*map(self._to_host, self._outputs[:count])]
+        return [*map(self._host_values, self._outputs[:count])]
 
-    def _to_host(self, buffer: ResultBuffer) -> Tensor:
+    def _host_values(self, buffer: ResultBuffer) -> Tensor:
         """Return a buffer's values on the CPU; float64 values stay so if the model has weights of float64."""
         if buffer.values.dtype != torch.float64:
             return buffer.copy_to_host()
-        kinds = map(attrgetter("dtype"), self._signature.parameters_and_buffers)
-        return buffer.copy_to_host(torch.float64 not in kinds)
+        dtypes = map(attrgetter("dtype"), self._signature.parameters_and_buffers)
+        return buffer.copy_to_host(torch.float64 not in dtypes)
 
     def times(self, count: int) -> list[list[list[float]]]:
         """Return when the loads of each input began and ended, and the copies of each of the first `count` outputs."""

@@ -28,10 +28,11 @@ from .row_functions import RowFunctions
 
 logger = logging.getLogger("popengine")
 # Operations other than torch's that a graph may hold.
-_HARMLESS = (GATHER, "popengine.with_strides.default", *FUSED_CALLS)
-# For which the host waits on CUDA, or which its captures refuse: found on an H200 with torch 2.11, by running torch's
-# samples of each operator (torch.testing, `op_db`) under `torch.cuda.set_sync_debug_mode("error")` and in a capture.
-_WAITED_FOR = {
+_CAPTURABLE = (GATHER, "popengine.with_strides.default", *FUSED_CALLS)
+# Operations for which the host waits on CUDA, or which its captures refuse. They were found on an H200 with torch 2.11,
+# by torch's samples of each operator (torch.testing, `op_db`) under `torch.cuda.set_sync_debug_mode("error")` and in a
+# capture.
+_HOST_WAITS = {
     *("_ctc_loss", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "_local_scalar_dense", "allclose"),
     *("cholesky", "equal", "histc", "isin", "linalg_eig", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex"),
     *("linalg_matrix_exp", "linalg_pinv", "masked_scatter_backward", "masked_select", "nonzero"),
@@ -40,18 +41,18 @@ _WAITED_FOR = {
     *("linspace.Tensor_Tensor", "logspace.Scalar_Tensor", "logspace.Tensor_Scalar"),
     "logspace.Tensor_Tensor",
 }
-_MOST_IN_A_ROW = 3  # captures
-_MOST = 200_000  # operations of a graph: each is a node, of about a kilobyte
+_MAX_CAPTURES_IN_A_ROW = 3
+_MAX_OPERATIONS = 200_000  # operations of a graph: each is a node, of about a kilobyte
 
 
 def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> str:
     """Return why steps of a plan can't be captured; "" if they can, as far as is known before."""
     lines = [line for piece in plan.partition.pieces for line in piece.lines]
     calls = [*dict.fromkeys(line.call for line in lines)]
-    others = [call for call in calls if "." in call and call not in _HARMLESS]
-    others = [call for call in others if not call.startswith(("aten.", "prims."))]
+    observable = [call for call in calls if "." in call and call not in _CAPTURABLE]
+    observable = [call for call in observable if not call.startswith(("aten.", "prims."))]
     names = [call.removeprefix("aten.").removesuffix(".default") for call in calls]
-    waited = [name for name in names if {name, name.partition(".")[0]} & _WAITED_FOR]
+    waited = [name for name in names if {name, name.partition(".")[0]} & _HOST_WAITS]
     draws = [
         line.call
         for line in lines
@@ -61,8 +62,8 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
         return "ipus are on several devices"
     if settings.finite_checks:
         return "enableFloatingPointExceptions reads each value"
-    if others:
-        return f"the host may see when {others[0]} runs"
+    if observable:
+        return f"the host may see when {observable[0]} runs"
     if waited:
         return f"the host waits for the values of {waited[0]}"
     if draws:
@@ -73,8 +74,8 @@ def why_not_captured(plan: Plan, settings: Settings, device: torch.device) -> st
         return "two plans share the step of an incomplete batch"
     if any(anchor.source == "gradient" for anchor in settings.anchors):
         return "gradients that are returned are divided by the loss scale"
-    if len(lines) * plan.micro_batches * settings.counts.replicas > _MOST:
-        return f"a step has more than {_MOST} operations"
+    if len(lines) * plan.micro_batches * settings.counts.replicas > _MAX_OPERATIONS:
+        return f"a step has more than {_MAX_OPERATIONS} operations"
     return "" if devices.new_graph(device) is not None else f"torch has no graphs for {device.type}"
 
 
@@ -87,11 +88,11 @@ class CapturedStep:
         reasons = (why_not_captured(rows.plan, rows.settings, worker.state.device) for worker in workers)
         self._why_not = next(filter(None, reasons), "")
         if self._why_not:
-            self._give_up(self._why_not)
+            self._stop_capturing(self._why_not)
         self._is_warm = False  # whether a step has run: kernels are loaded, workspaces allocated
-        self._in_a_row = 0  # calls that captured a step again
+        self._captures_in_a_row = 0  # calls that captured a step again
 
-    def _give_up(self, why_not: str, log: Any = logger.info) -> None:
+    def _stop_capturing(self, why_not: str, log: Any = logger.info) -> None:
         """Capture no more steps, and free the graphs' memory."""
         self._why_not, self._graphs = why_not, []
         names = ", ".join(str(worker.state.device) for worker in self._workers)
@@ -106,11 +107,12 @@ class CapturedStep:
         inner = [task for task in tasks if rows[task.row].index == "micro_batch"]
         stale = [graph for graph in self._graphs if not graph.is_valid()]
         if not stale:
-            self._in_a_row *= call.commit.done > 0  # a call's first step shows whether weights have moved
+            # A call's first step shows whether weights have moved.
+            self._captures_in_a_row *= call.commit.done > 0
         else:
-            self._in_a_row += 1
-            if self._in_a_row > _MOST_IN_A_ROW:
-                self._give_up("weights or buffers have other memory at each call", logger.warning)
+            self._captures_in_a_row += 1
+            if self._captures_in_a_row > _MAX_CAPTURES_IN_A_ROW:
+                self._stop_capturing("weights or buffers have other memory at each call", logger.warning)
                 return False
             try:
                 for graph in stale:
@@ -118,7 +120,7 @@ class CapturedStep:
                     with devices.as_current_device(graph.device):
                         graph.capture(call, [task for task in inner if task.lane == lane])
             except (RuntimeError, Error) as error:
-                self._give_up(str(error.__context__ or error).splitlines()[0])
+                self._stop_capturing(str(error.__context__ or error).splitlines()[0])
                 for worker in self._workers:
                     worker.clear()
                     worker.state.begin_step()
@@ -150,8 +152,8 @@ class _DeviceGraph:
         self._buffers: list[dict[str, Tensor]] = []
 
     def _present_addresses(self) -> list[int]:
-        own = (self._state.values[replica] for replica in self._state.where.replicas)
-        return [value.data_ptr() for values in own for value in values.values()]
+        by_replica = (self._state.values[replica] for replica in self._state.where.replicas)
+        return [value.data_ptr() for values in by_replica for value in values.values()]
 
     def is_valid(self) -> bool:
         """Return whether weights and buffers have the addresses at which the step was captured."""

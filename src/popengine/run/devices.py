@@ -39,9 +39,9 @@ def check_available(kind: DeviceKind, processes: int = 1) -> None:
             "  why: gradients are summed over processes in the host's memory only\n"
             '  fix: one process; or the CPU: options.device("cpu"), POPTORCH_DEVICE=cpu'
         )
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != kind:
-        seen = "no accelerator" if found is None else f"one of kind {found.type!r}"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != kind:
+        seen = "no accelerator" if accelerator is None else f"one of kind {accelerator.type!r}"
         raise Error(
             f'the device is "{kind}", but torch {torch.__version__} finds {seen}\n'
             "  fix: run where there is one, with a build of torch and a driver for it (pytorch.org); or choose the"
@@ -113,8 +113,8 @@ def download(value: Tensor) -> Tensor:
 def new_graph(device: torch.device) -> Any:
     """Return an empty graph of an accelerator's work (torch.cuda.CUDAGraph); None if torch has none for this kind."""
     module = torch.get_device_module(device)
-    kind = getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
-    return kind() if kind is not None and hasattr(kind, "register_generator_state") else None
+    graph_class: Any = getattr(module, "CUDAGraph", None) or getattr(module, "XPUGraph", None)
+    return graph_class() if hasattr(graph_class, "register_generator_state") else None
 
 
 # Allocators of torch know one capture of a process at a time.
@@ -128,8 +128,8 @@ def _capture_stream(device: torch.device) -> Any:
 
 
 def capture(graph: Any, pool: Any, device: torch.device, work: Callable[[], Any]) -> None:
-    """Let the work that `work` starts on an accelerator become a graph's, and not run. The graph's memory is in the
-    `pool` of another graph, if it is not None: they never run at the same time. Raises what `work` raises, and
+    """Record what `work` starts on an accelerator as the work of a graph, without running it. The graph's memory is in
+    the `pool` of another graph, if it is not None: they never run at the same time. Raises what `work` raises, and
     RuntimeError for work that no graph can hold; then this thread's stream and torch's generator are as before."""
     options = {} if pool is None else {"pool": pool}
     if device.type == "cuda":
@@ -156,10 +156,10 @@ def _end_capture(graph: Any, device: torch.device) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        other = new_graph(device)
-        other.capture_begin()
+        spare = new_graph(device)
+        spare.capture_begin()
         torch.empty(1, device=device).zero_()
-        other.capture_end()
+        spare.capture_end()
         raise
 
 
@@ -174,12 +174,12 @@ def current_stream(device: torch.device) -> Any:
 
 
 def record_stream(value: Tensor, stream: Any) -> None:
-    """Let the memory of a value, once it is freed, wait for work of a stream other than the one that allocated it."""
+    """Delay the reuse of a value's memory, once freed, until `stream`, which has not allocated it, has used it."""
     value.record_stream(stream)
 
 
 def set_stream(stream: Any) -> None:
-    """Let this thread start work of the stream's accelerator on it."""
+    """Set the stream on which this thread starts work of the stream's accelerator."""
     torch.accelerator.set_stream(stream)
 
 
@@ -249,16 +249,16 @@ def event_of(device: torch.device) -> Any:
 
 
 def wait_for(event: Any, device: torch.device) -> None:
-    """Let the work that this thread starts on an accelerator from now on wait for an event of another one."""
+    """Delay the work that this thread starts on an accelerator from now on until an event of another one."""
     current_stream(device).wait_event(event)
 
 
 def join(devices: Iterable[torch.device]) -> None:
-    """Let the work that this thread starts on each accelerator from now on wait for the work of the others so far."""
+    """Delay the work that this thread starts on each accelerator from now on until the others' present work is done."""
     events = {device: event_of(device) for device in devices if has_queue(device)}
     for device in events:
-        for other, event in events.items():
-            if other != device:
+        for source, event in events.items():
+            if source != device:
                 wait_for(event, device)
 
 
@@ -276,10 +276,10 @@ def copy_after(event: Any, source: Tensor, start: int, target: torch.device) -> 
     with sends, receives:  # torch copies on `sends`, and lets it wait for `receives`, and that for the copy
         memory = torch.empty(start + len(source), dtype=source.dtype, device=target)
         memory[start:].copy_(source, non_blocking=True)
-    own = current_stream(target)
-    own.wait_stream(receives)
+    stream = current_stream(target)
+    stream.wait_stream(receives)
     record_stream(source, sends)
-    record_stream(memory, own)
+    record_stream(memory, stream)
     return memory
 
 

@@ -22,11 +22,11 @@ from ..torch_private import (
 _DATA: Any = Tensor.data
 
 
-class _Elsewhere:
+class _WeightElsewhere:
     """The first base class of a weight that another process holds: attributes, views and writes work as of any tensor
     of the device "meta", where a write has no effect. A function that would read values raises Error."""
 
-    kind: type[Tensor]  # of the weight in the process that holds it
+    holder_class: type[Tensor]  # of the weight in the process that holds it
     key: str  # its canonical name
 
     @classmethod
@@ -42,51 +42,51 @@ class _Elsewhere:
             tensors = leaves_of(Tensor, (arguments, named or {}))
             memory = {storage_id(x) for x in tensors if x.is_meta}
             try:
-                found = function(*arguments, **(named or {}))
+                result = function(*arguments, **(named or {}))
             except Exception:
                 is_write = name.endswith("_") and not name.endswith("__") and tensors[0].is_meta
                 if is_write or name in ("__get__", "__set__", "__setitem__"):
                     raise
-                found = torch.empty(0)
+                result = torch.empty(0)
             # Torch has no error for some reads (2.13: `linear`), and returns unwritten memory.
-            made = [] if name == "__get__" else leaves_of(Tensor, found)
+            made = [] if name == "__get__" else leaves_of(Tensor, result)
             if any(not x.is_meta or storage_id(x) not in memory for x in made):
                 # They refer to the weight, as an error of torch does, and its memory must be free.
-                del found, made
+                del result, made
                 raise Error(
                     f"{cls.key} has no value in this process: it is a weight of another process's ipus\n"
                     "  why: a replica spans several processes, and each holds the weights of its own ipus only\n"
                     "  fix: read it from model.state_dict(), which gathers all weights; or call copyWeightsToHost()"
                     " before, which fetches them until the next call. Call either in all instances"
                 )
-            return tree_map_only(Tensor, lambda x: x if isinstance(x, _Elsewhere) else cls._view(x), found)
+            return tree_map_only(Tensor, lambda x: x if is_elsewhere(x) else cls._view(x), result)
 
     @classmethod
     def _view(cls, value: Tensor) -> Tensor:
-        kind = _class_elsewhere(Tensor, cls.key)
-        return made_as(kind, value, value.requires_grad) if value.is_meta else value
+        view_class = _class_elsewhere(Tensor, cls.key)
+        return made_as(view_class, value, value.requires_grad) if value.is_meta else value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.clone(cast(Tensor, self)).__reduce_ex__(protocol)  # raises Error
 
 
 class _WholeDraws(TorchDispatchMode):
-    """Lets a function draw random numbers for a weight without memory as for one with memory, so that the numbers that
-    follow are the same in all processes."""
+    """A dispatch mode that draws random numbers for a weight without memory as for one with memory, so that later
+    random numbers are the same in all processes."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in function.tags:
             inputs = args, kwargs or {}
             args, kwargs = tree_map_only(
                 Tensor, lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x, inputs
             )
             function(*args, **kwargs)
-        return found
+        return result
 
 
-def _class_elsewhere(kind: type[Tensor], key: str) -> type[Tensor]:
-    return type(kind)(kind.__name__, (_Elsewhere, kind), {"kind": kind, "key": key})
+def _class_elsewhere(cls: type[Tensor], key: str) -> type[Tensor]:
+    return type(cls)(cls.__name__, (_WeightElsewhere, cls), {"holder_class": cls, "key": key})
 
 
 _MARK = "_pando_mark"  # an attribute of weights
@@ -135,7 +135,7 @@ def version_of(weight: Tensor) -> int:
 
 def is_elsewhere(weight: Tensor) -> bool:
     """Return whether only other processes hold a weight, so that reads of it raise Error."""
-    return isinstance(weight, _Elsewhere)
+    return isinstance(weight, _WeightElsewhere)
 
 
 def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
@@ -143,11 +143,11 @@ def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = Fals
     object stays the same."""
     mark = mark_of(weight)
     writes = mark and mark.writes(weight)
-    kind: Any = type(weight).kind if isinstance(weight, _Elsewhere) else type(weight)
-    other = made_as(_class_elsewhere(kind, key) if elsewhere else kind, memory, weight.requires_grad)
-    vars(other).update(vars(weight))
+    cls: Any = type(weight).holder_class if isinstance(weight, _WeightElsewhere) else type(weight)
+    moved = made_as(_class_elsewhere(cls, key) if elsewhere else cls, memory, weight.requires_grad)
+    vars(moved).update(vars(weight))
     try:
-        swap_tensors(weight, other)  # assigning `data` refuses another kind of device
+        swap_tensors(weight, moved)  # assigning `data` refuses another kind of device
     except RuntimeError as error:
         what = "which is a weight of another process's ipus, can't be freed"
         raise Error(

@@ -166,13 +166,13 @@ class Engine:
     def _split_into_micro_batches(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return each batch as [turns, groups, micro-batch, ...], aligned for the CPU."""
         counts = self.settings.counts
-        found = []
+        batches = []
         for value in inputs:
             rows = (counts.iterations * counts.accumulation, counts.groups, -1, *value.shape[1:])
             batch = value.reshape(rows) if value.dim() else value.expand(1, 1)
             is_read_here = batch.is_cpu and any(worker.state.device.type == "cpu" for worker in self.workers)
-            found.append(with_aligned_micro_batches(batch) if is_read_here else batch)
-        return found
+            batches.append(with_aligned_micro_batches(batch) if is_read_here else batch)
+        return batches
 
     def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
@@ -196,10 +196,10 @@ class Engine:
 
     def _with_changes(self, texts: Fingerprint) -> Fingerprint:
         """Return a fingerprint, with what the program has done with weights and state since the latest call."""
-        counts, own = self.settings.counts, {"optimizer state": self.train_state.optimizer_changes()}
+        counts, changes = self.settings.counts, {"optimizer state": self.train_state.optimizer_changes()}
         if counts.parts > 1:
-            own[f"value@replica {counts.instance}"] = self.train_state.writes()
-        return {**own, **texts}
+            changes[f"value@replica {counts.instance}"] = self.train_state.writes()
+        return {**changes, **texts}
 
     # ---- state of all processes ------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Engine:
         held, settings = {*self.plan.slots_of[ipu], *chain(*received)}, state.settings
         slots = [slot for slot in state.plan.partition.signature.slots if slot.name in held]
         weights = sum(slot.nbytes for slot in slots if slot.role == "parameter")
-        others = sum(slot.nbytes for slot in slots) - weights
+        buffers = sum(slot.nbytes for slot in slots) - weights
         gradients = moments = 0
         parameters, of_optimizer = state.train_state.parameters(), state.train_state.optimizer.state
         for unit in state.units:
@@ -251,7 +251,7 @@ class Engine:
                 values = of_optimizer.get(parameter, {}).values()
                 sizes = (x.nbytes // (rows if x.dim() else 1) for x in values if isinstance(x, Tensor))
                 moments += sum(sizes)
-        return KeptBytes(replica, ipu, weights, others, gradients, moments)
+        return KeptBytes(replica, ipu, weights, buffers, gradients, moments)
 
 
 def threads_per_operation(plan: Plan, settings: Settings, cores: int) -> int:

@@ -98,12 +98,12 @@ def by_device(values: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 def choose_loss_scale(step: StepGradients) -> None:
     """Double or halve the loss scale of the next step. If a gradient is not finite, the step updates no weight."""
-    values, found = [*step.counted.values()], []
+    values, counts = [*step.counted.values()], []
     for value in values:
         is_large = value.abs() > _LARGE / step.loss_scale
-        found.append(torch.stack([is_large.sum(), value.isfinite().sum()]).to(step.device))
+        counts.append(torch.stack([is_large.sum(), value.isfinite().sum()]).to(step.device))
     # The host waits once for an accelerator.
-    large, finite = torch.stack(found).sum(0).tolist() if found else (0, 0)
+    large, finite = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
     total = sum(value.numel() for value in values)
     seen = step.sum_over_processes(torch.tensor([total, large, total - finite]))
     elements, large, not_finite = seen.tolist()
@@ -127,14 +127,14 @@ def clip_by_norm(bound: float, step: StepGradients) -> None:
         groups.setdefault((step.norm_types[unit], value.device), {})[unit] = value
     norms: dict[Unit, Tensor] = {}
     with IntraOpThreads(step.threads):
-        for (dtype, _), own in groups.items():
-            found = torch._foreach_norm([*own.values()], 2, dtype=dtype)
-            norms.update((unit, norm.to(step.device)) for unit, norm in zip(own, found, strict=True))
+        for (dtype, _), members in groups.items():
+            values = torch._foreach_norm([*members.values()], 2, dtype=dtype)
+            norms.update((unit, norm.to(step.device)) for unit, norm in zip(members, values, strict=True))
         # Gradients that a peer counts are 0 here. (A norm of norms of parts would have other bits.)
-        kinds = {*step.norm_types.values()}
-        zeros = {dtype: torch.zeros((), dtype=dtype, device=step.device) for dtype in kinds}
-        found = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.norm_types.items()])
-        total = torch.linalg.vector_norm(step.sum_over_processes(found))
+        dtypes = {*step.norm_types.values()}
+        zeros = {dtype: torch.zeros((), dtype=dtype, device=step.device) for dtype in dtypes}
+        stacked = torch.stack([norms.get(unit, zeros[dtype]) for unit, dtype in step.norm_types.items()])
+        total = torch.linalg.vector_norm(step.sum_over_processes(stacked))
     # torch's own epsilon. A factor of 1 changes no bits, so the host need not wait for the norm.
     factor = torch.clamp(bound / (total + 1e-6), max=1.0)
     for values in by_device(step.values):

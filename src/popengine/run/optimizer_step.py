@@ -49,11 +49,11 @@ def run_optimizer_step(
     groups, kept_grads = optimizer.param_groups, [parameter.grad for parameter in parameters.values()]
     kept_rates = [dict(group) for group in groups]
     is_narrow = bool(state_types) or any(value.dtype in _HALF for value in updated.values())
-    known = known_step(optimizer)
-    may_write = known is None or not isinstance(optimizer, _READING) or any(g.get("nesterov") for g in groups)
+    step = library_step_of(optimizer)
+    may_write = step is None or not isinstance(optimizer, _READING) or any(g.get("nesterov") for g in groups)
     unfused = list[Any]()
     # Outside of inference mode, as in a plain loop: else new states and weights could not be written there.
-    with torch.inference_mode(False), torch.set_grad_enabled(known is None):
+    with torch.inference_mode(False), torch.set_grad_enabled(step is None):
         try:
             for group, rates in zip(groups, hyper.groups, strict=True):
                 group.update(rates)
@@ -69,12 +69,12 @@ def run_optimizer_step(
                         gradient = _as_normal_tensor(gradient)
                     parameter.grad = gradient
                 unfused = [
-                    group for group in groups if group.get("fused") and not _in_order(optimizer, group)
+                    group for group in groups if group.get("fused") and not _is_in_order(optimizer, group)
                 ]
                 for group in unfused:
                     group["fused"] = False
-                if known is not None:
-                    known(optimizer)
+                if step is not None:
+                    step(optimizer)
                 else:
                     _run_users_step(optimizer, updated)
         finally:
@@ -85,7 +85,7 @@ def run_optimizer_step(
             _restore_rates(groups, kept_rates, hyper)
 
 
-def _in_order(optimizer: Any, group: Mapping[str, Any]) -> bool:
+def _is_in_order(optimizer: Any, group: Mapping[str, Any]) -> bool:
     """Return whether the parameters of a group lie without gaps, and their gradients and states in the same order: as
     torch's fused kernels read them, without a check. A parameter that is a view of the user's memory may not."""
     for parameter in group["params"]:
@@ -111,23 +111,23 @@ def _restore_rates(groups: Any, before: Sequence[Mapping[str, Any]], hyper: Hype
 
 
 @cache
-def _known_step_of(kind: type) -> Callable[[Any], Any] | None:
+def _library_step_of(cls: type) -> Callable[[Any], Any] | None:
     """Return the `step` of a class, without torch's wrappers for profilers and hooks, if only code of torch and
     poptorch runs in it; else None."""
-    step: Any = inspect.unwrap(kind.step)  # pyright: ignore[reportAttributeAccessIssue]
-    functions = (step, getattr(kind, "_init_group", step))
-    modules = [str(getattr(each, "__module__", None)).partition(".")[0] for each in functions]
+    step: Any = inspect.unwrap(cls.step)  # pyright: ignore[reportAttributeAccessIssue]
+    functions = (step, getattr(cls, "_init_group", step))
+    modules = [str(getattr(function, "__module__", None)).partition(".")[0] for function in functions]
     return step if {*modules} <= {"torch", "poptorch"} else None
 
 
-def known_step(optimizer: Any) -> Callable[[Any], Any] | None:
+def library_step_of(optimizer: Any) -> Callable[[Any], Any] | None:
     """Return the function that runs an optimizer's step, to be called without gradients, if only code of torch and
     poptorch runs in it. None: the user's code runs."""
-    step, own = _known_step_of(type(optimizer)), vars(optimizer).get("step")
-    if own is not None and callable(own) and inspect.unwrap(own) is not step:  # a scheduler only wraps it
+    step, instance_step = _library_step_of(type(optimizer)), vars(optimizer).get("step")
+    if callable(instance_step) and inspect.unwrap(instance_step) is not step:  # a scheduler only wraps it
         return None
-    hooks = (*(getattr(optimizer, name, None) for name in STEP_HOOKS), *STEP_HOOKS_OF_ALL)
-    is_hooked = any(hook is not warn_of_a_step for each in hooks if each for hook in each.values())
+    shelves = (*(getattr(optimizer, name, None) for name in STEP_HOOKS), *STEP_HOOKS_OF_ALL)
+    is_hooked = any(hook is not warn_of_a_step for hooks in shelves if hooks for hook in hooks.values())
     return None if is_hooked else step
 
 
@@ -146,12 +146,12 @@ def _run_users_step(optimizer: Any, updated: Mapping[str, Tensor]) -> None:
     """Run a step with code of the user's. If it fails before it has written, raise RunError: nothing is lost."""
     # A write to `parameter.data` leaves no other trace than the bits.
     weights = [parameter.detach() for parameter in updated.values()]
-    before, marks = [weight.clone() for weight in weights], _marks(optimizer)
+    before, marks = [weight.clone() for weight in weights], _state_versions(optimizer)
     try:
         # Some programs keep a number under this name.
         optimizer.step() if callable(optimizer.step) else type(optimizer).step(optimizer)
     except Exception as error:
-        if not all(map(has_same_bits, before, weights)) or marks != _marks(optimizer):
+        if not all(map(has_same_bits, before, weights)) or marks != _state_versions(optimizer):
             raise
         raise RunError(
             f"the optimizer's step() failed: {type(error).__name__}: {error}\n"
@@ -159,7 +159,7 @@ def _run_users_step(optimizer: Any, updated: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def _marks(optimizer: Any) -> list[tuple[int, int]]:
+def _state_versions(optimizer: Any) -> list[tuple[int, int]]:
     """Return (id, version) of each value in the optimizer's state: a write, or another value, changes them."""
     states = (state for state in optimizer.state.values() if isinstance(state, dict))
     values = [value for state in states for value in state.values()]

@@ -23,9 +23,9 @@ def call_in_one_thread(work: Callable[[], T]) -> T:
     """Call `work` in a new thread, in which operations use no other threads, and return its result."""
     before = torch.get_num_threads()
     # Ctrl-C does not interrupt a thread other than the main one.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as apart:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
         try:
-            return apart.submit(work).result()
+            return executor.submit(work).result()
         finally:
             torch.set_num_threads(before)  # some libraries have one number of threads for the process
 
@@ -46,7 +46,7 @@ def seconds_of_pieces(
         else:
             given[slot.name] = weights[slot.key].detach()
     codes, last = [*map(build, pieces)], {name: i for i, piece in enumerate(pieces) for name in piece.reads}
-    found = [math.inf] * len(pieces)
+    seconds = [math.inf] * len(pieces)
     with torch.inference_mode():
         for name, piece in partition.prepared.items():
             (given[name],) = build(piece)([given[read] for read in piece.reads])
@@ -59,7 +59,7 @@ def seconds_of_pieces(
                         del values[name]
                 start = perf_counter()
                 made = code(taken)
-                found[i] = min(found[i], perf_counter() - start)
+                seconds[i] = min(seconds[i], perf_counter() - start)
                 values.update(pair for pair in zip(piece.writes, made, strict=True) if pair[0] in last)
                 del made
-    return found
+    return seconds

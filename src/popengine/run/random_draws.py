@@ -39,7 +39,7 @@ def _with_generator(func: Any) -> Any:
 def has_generator(func: Any) -> bool:
     """Return whether `draw` runs a random operation with a generator of its own."""
     arguments = _with_generator(func)._schema.arguments
-    return func is aten.native_dropout.default or any(each.name == "generator" for each in arguments)
+    return func is aten.native_dropout.default or any(argument.name == "generator" for argument in arguments)
 
 
 def new_generator(device: torch.device) -> torch.Generator:
@@ -81,12 +81,12 @@ def draw(
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, generator=generator, **kwargs)
     # Of an operation without this argument, such as a fused kernel: torch's own generator gets the state.
-    own = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    module = torch.random if device.type == "cpu" else torch.get_device_module(device)
     with _default_generator_lock:
-        before = own.get_rng_state()
-        own.set_rng_state(generator.get_state())
+        before = module.get_rng_state()
+        module.set_rng_state(generator.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            generator.set_state(own.get_rng_state())
-            own.set_rng_state(before)
+            generator.set_state(module.get_rng_state())
+            module.set_rng_state(before)

@@ -30,14 +30,14 @@ from .recorder import Recorder
 from .row_functions import RowFunctions
 from .updating import Work
 
-_SOFT = 1  # omp_pause_soft: the library's settings stay
+_PAUSE_SOFT = 1  # omp_pause_soft: the library's settings stay
 
 
 def end_openmp_threads() -> None:
     """End the OpenMP threads of the calling thread, if torch uses GNU's OpenMP library."""
     library = _gnu_openmp()
     if library is not None:
-        library.omp_pause_resource_all(_SOFT)
+        library.omp_pause_resource_all(_PAUSE_SOFT)
 
 
 @cache
@@ -50,9 +50,9 @@ def _gnu_openmp() -> ctypes.CDLL | None:
 
 
 WORTH_SHARING = 1e-4  # mean seconds of a task; with shorter tasks several cores mostly wait for Python's lock
-_PATIENCE = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
-_WAIT = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
-JUDGED = 16  # number of tasks that are measured, after the same number for warm-up
+_JOIN_TIMEOUT = 1.0  # seconds to wait for the end of a thread, which may be waiting for a peer
+_POLL_INTERVAL = 0.2  # seconds; an interrupt without a signal wakes no waiting thread, so waits are repeated
+MEASURED_TASKS = 16  # number of tasks that are measured, after the same number for warm-up
 SENDER = -1  # in place of a core's number: the thread of tasks that communicate with other processes
 
 
@@ -73,10 +73,10 @@ class StepTasks:
         plan = self._plan = workers[0].plan
         self._replicas = workers[0].settings.counts.replicas
         self._sizes = [plan.micro_batches if task.index == "micro_batch" else 1 for task in plan.tasks]
-        found, self._rows_of = actions(plan.tasks)
+        step_actions, self._rows_of = actions(plan.tasks)
         self._order = order_named(plan.order)
-        self._step = StepActions(tuple(found), plan.micro_batches, cores)
-        self._action_of = {row: number for number, own in enumerate(self._rows_of) for row in own}
+        self._step = StepActions(tuple(step_actions), plan.micro_batches, cores)
+        self._action_of = {row: number for number, rows in enumerate(self._rows_of) for row in rows}
         after = [list(task.after) for task in plan.tasks]
         # The table of several places has the edges by which the order bounds memory.
         for row, edge in () if plan.places else bounds_of_rows(plan, cores):
@@ -115,13 +115,13 @@ class StepTasks:
     def _sort_key(self, task: BoundTask) -> tuple[Any, ...]:
         """Return the sort key of a task: messages first, then sums, then others by the plan's order, then those of a
         step by row."""
-        row, own = self._plan.tasks[task.row], (task.index, task.row, task.replica)
+        row, position = self._plan.tasks[task.row], (task.index, task.row, task.replica)
         if row.kind in ("send", "receive"):
-            return -1, task.row, own
+            return -1, task.row, position
         if row.index != "micro_batch":
-            return 2, task.row, own
+            return 2, task.row, position
         action = self._step.actions[self._action_of[task.row]]
-        return row.kind != "sum", self._order.key(self._step, action, task.index), own
+        return row.kind != "sum", self._order.key(self._step, action, task.index), position
 
     def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
         """Return (row, micro-batch, replica) of the gathers over processes, in the one order of all processes."""
@@ -160,14 +160,15 @@ class _Lane:
         self.ready, self.changed = list[int](), threading.Condition(lock)
         self.idle = 0  # number of cores
         self.is_shared = False  # whether cores other than the first take tasks
-        self.measured_count, self.spent = 2 * JUDGED if cores == 1 else 0, 0.0
+        self.measured_count, self.spent = 2 * MEASURED_TASKS if cores == 1 else 0, 0.0
 
     def measure_task(self, seconds: float) -> None:
-        """Let other cores run tasks once the mean of `JUDGED` tasks, after a warm-up, is above `WORTH_SHARING`."""
+        """Add the time of a task. Other cores run tasks once the mean of `MEASURED_TASKS` tasks, after a warm-up, is
+        above `WORTH_SHARING`."""
         self.measured_count += 1
-        if self.measured_count > JUDGED:
+        if self.measured_count > MEASURED_TASKS:
             self.spent += seconds
-        self.is_shared = self.spent > JUDGED * WORTH_SHARING
+        self.is_shared = self.spent > MEASURED_TASKS * WORTH_SHARING
 
 
 class Core(NamedTuple):
@@ -199,7 +200,7 @@ class ReadyQueue:
         lock = threading.Lock()
         self._lanes = [_Lane(lock, count) for count in (*cores, 1)]  # the last: tasks that communicate
         self._missing: list[int] = []  # by task, the number of tasks that it still waits for
-        self._left = self._running = 0  # numbers of unfinished tasks, running tasks
+        self._unfinished = self._running = 0  # numbers of unfinished tasks, running tasks
         self._failure: BaseException | None = None
         self._is_closed = False
         self._inbox: SimpleQueue[EngineCall | SimpleQueue[None] | None] = SimpleQueue()
@@ -233,10 +234,10 @@ class ReadyQueue:
         self._inbox.put(answers)
         while self._all[0].is_alive():
             with suppress(Empty):
-                return answers.get(timeout=_WAIT)
+                return answers.get(timeout=_POLL_INTERVAL)
 
     def close(self) -> None:
-        """End the threads, and wait for each at most `_PATIENCE` seconds: while Python finalizes it could abort."""
+        """End the threads, and wait for each at most `_JOIN_TIMEOUT` seconds: while Python finalizes it could abort."""
         self._inbox.put(None)
         with self._lanes[0].changed:
             self._is_closed = True
@@ -244,7 +245,7 @@ class ReadyQueue:
                 lane.changed.notify_all()
         for thread in self._all:
             if thread is not threading.current_thread():
-                thread.join(_PATIENCE)
+                thread.join(_JOIN_TIMEOUT)
 
     def _serve_engine_calls(self) -> None:
         """Run the calls in the inbox one after another until `close`: the function of core 0's thread."""
@@ -310,7 +311,7 @@ class ReadyQueue:
         lane = self._lanes[0]
         with lane.changed:
             self._call, self._tasks, self._missing = call, tasks, tasks.waits_for.copy()
-            self._left, self._failure = len(tasks.all), None
+            self._unfinished, self._failure = len(tasks.all), None
             for task in tasks.first:
                 self._add_ready(task, lane)
         self._run_tasks(self.cores[0])
@@ -343,7 +344,7 @@ class ReadyQueue:
                     work, worker = partial(task.work, call), self.workers[max(core.lane, 0)]
                     self._recorder.run_task(worker, task, work, core.number)
                 del call
-                if lane.measured_count < 2 * JUDGED and self._is_of_micro_batch(task):
+                if lane.measured_count < 2 * MEASURED_TASKS and self._is_of_micro_batch(task):
                     lane.measure_task(perf_counter() - started)
                 done = number
             except BaseException as error:  # whatever it is, the caller raises it
@@ -361,7 +362,7 @@ class ReadyQueue:
             if done is not None:
                 self._mark_finished(done, lane)
             while not lane.ready or not (core.index == 0 or lane.is_shared):
-                has_ended = not self._running and (not self._left or self._failure is not None)
+                has_ended = not self._running and (not self._unfinished or self._failure is not None)
                 if has_ended if core.number == 0 else self._is_closed:
                     return None
                 lane.idle += 1
@@ -376,12 +377,12 @@ class ReadyQueue:
     def _mark_finished(self, number: int, lane: _Lane) -> None:
         """Decrement the counter of each task that waits for task `number` of a lane; queue those that become ready."""
         self._running -= 1
-        self._left -= 1
+        self._unfinished -= 1
         for follower in self._tasks.followers[number] if self._failure is None else ():
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 self._add_ready(follower, lane)
-        if not self._left or self._failure is not None:
+        if not self._unfinished or self._failure is not None:
             self._lanes[0].changed.notify_all()
 
     def _add_ready(self, number: int, caller: _Lane | None = None) -> None:

@@ -25,11 +25,11 @@ DETAILED_STEPS = 2  # number of steps that are recorded in detail
 _CALLS = 1000  # number of first calls, and of last calls, whose times are stored
 
 
-def _append_bounded(values: list[Any], value: Any, most: int) -> None:
-    """Append a value to a list; delete values other than the first `most` and the last `most`."""
+def _append_bounded(values: list[Any], value: Any, limit: int) -> None:
+    """Append a value to a list; delete values other than the first `limit` and the last `limit`."""
     values.append(value)
-    if len(values) > 2 * most:
-        del values[most]
+    if len(values) > 2 * limit:
+        del values[limit]
 
 
 @dataclass

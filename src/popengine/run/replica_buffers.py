@@ -21,27 +21,27 @@ class ReplicaBuffers:
         self.values: list[dict[str, Tensor]] = []
 
     def follow(self, model: Mapping[str, Tensor]) -> None:
-        """Let each replica have a value of these buffers of the model. A buffer that has none, or that the user has
+        """Give each replica a value of these buffers of the model. A buffer without a value, or one that the user has
         written, gets the model's value in all replicas."""
         self.values.extend({} for _ in range(self.replicas - len(self.values)))
         for key, value in model.items():
             value = value.detach()
-            for replica, own in enumerate(self.values):
-                has_kept = key in own and own[key].shape == value.shape
-                is_here = replica and has_kept and devices.has_queue(own[key].device)
+            for replica, buffers in enumerate(self.values):
+                has_kept = key in buffers and buffers[key].shape == value.shape
+                is_here = replica and has_kept and devices.has_queue(buffers[key].device)
                 like = value.dtype if is_here else value
-                own[key] = own[key].to(like) if has_kept else value.clone()
+                buffers[key] = buffers[key].to(like) if has_kept else value.clone()
             is_same = (bits_of(self.values[0][key]) == bits_of(value)).all()
             # Without a wait of the host for an accelerator.
-            for own in self.values if devices.has_queue(value.device) or not is_same else ():
-                to = own[key].device
-                own[key].copy_(torch.where(is_same.to(to), own[key], value.to(to)))
+            for buffers in self.values if devices.has_queue(value.device) or not is_same else ():
+                to = buffers[key].device
+                buffers[key].copy_(torch.where(is_same.to(to), buffers[key], value.to(to)))
 
     def read(self, replica: int, key: str, device: torch.device) -> Tensor:
         """Return a buffer of a replica, which moves to this device and which steps change in place."""
-        own = self.values[replica]
-        own[key] = own[key].to(device)
-        return own[key]
+        buffers = self.values[replica]
+        buffers[key] = buffers[key].to(device)
+        return buffers[key]
 
     def write(self, replica: int, values: Mapping[str, Tensor]) -> None:
         """Store the values of a replica's buffers after a step."""
@@ -55,20 +55,20 @@ class ReplicaBuffers:
         if self.replicas > 1:
             self.follow({key: model[key] for key in keys})
             replicas += self.values[1 : self.replicas]
-        doubles = ([own[key].to(devices.CPU, torch.float64).reshape(-1) for key in keys] for own in replicas)
-        return [torch.cat(each) if each else torch.empty(0) for each in doubles]
+        doubles = ([held[key].to(devices.CPU, torch.float64).flatten() for key in keys] for held in replicas)
+        return [torch.cat(values) if values else torch.empty(0) for values in doubles]
 
     def set_all(self, values: Mapping[str, Tensor]) -> None:
         """Set these buffers of all replicas to one value."""
-        for own in self.values:
-            own.update((key, value.detach().clone()) for key, value in values.items())
+        for buffers in self.values:
+            buffers.update((key, value.detach().clone()) for key, value in values.items())
 
     def export(self, model: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the buffers of each replica, with those of the model that forward does not change."""
         if self.values:
             self.follow({key: model[key] for key in self.values[0].keys() & model.keys()})
-        return [{key: own.get(key, value) for key, value in model.items()} for own in self.values or [{}]]
+        return [{key: held.get(key, value) for key, value in model.items()} for held in self.values or [{}]]
 
     def load(self, replicas: Iterable[Mapping[str, Tensor]]) -> None:
         """Replace all buffers by copies of an export's."""
-        self.values = [{key: value.clone() for key, value in own.items()} for own in replicas]
+        self.values = [{key: value.clone() for key, value in buffers.items()} for buffers in replicas]

@@ -150,7 +150,7 @@ class RowFunctions:
     def _copy_anchored_weights(self, call: EngineCall, source: str) -> None:
         """Copy this place's weights with an anchor of this source ("weight" or "updated") to the results."""
         iterations = [call.commit.done] if self.settings.training else range(self.settings.counts.iterations)
-        for anchor in (each for each in self._anchored_weights if each.source == source):
+        for anchor in (a for a in self._anchored_weights if a.source == source):
             for replica in self._where.replicas:
                 for iteration in iterations:
                     value = self.state.values[replica][self.state.slot_of[anchor.key]]
@@ -365,7 +365,7 @@ class RowFunctions:
             may_become = name in frees and _has_layout(gradient, like, dtype)
             if key in sums:  # in a bucket
                 sums[key].copy_(gradient)
-            elif may_become and _reference_counts(gradient) == _ALONE:
+            elif may_become and _reference_counts(gradient) == _ONLY_IN_FRAME:
                 sums[key] = gradient
             else:
                 sums[key] = torch.empty_like(like, dtype=dtype).copy_(gradient)
@@ -386,13 +386,13 @@ class RowFunctions:
         def gather(_: EngineCall, micro_batch: int) -> None:
             if replica != members[0]:
                 return
-            found = torch.stack([self.frames[member][micro_batch][value] for member in members])
+            stacked = torch.stack([self.frames[member][micro_batch][value] for member in members])
             if size > counts.replicas:
                 assert self._group is not None
                 ranks = [(before + start) // counts.replicas + i for i in range(size // counts.replicas)]
-                found = all_gather_rows(self._group, ranks, Tag.GATHER, found)
+                stacked = all_gather_rows(self._group, ranks, Tag.GATHER, stacked)
             for member in members:
-                self.frames[member][micro_batch][line.name] = found
+                self.frames[member][micro_batch][line.name] = stacked
 
         return gather
 
@@ -427,4 +427,4 @@ def _reference_counts_in_frame() -> tuple[int, int]:
     return _reference_counts(gradient)
 
 
-_ALONE = _reference_counts_in_frame()
+_ONLY_IN_FRAME = _reference_counts_in_frame()

@@ -58,7 +58,7 @@ def all_devices(plan: Plan, settings: Settings) -> list[Where]:
     """Return what each device of this process runs; first the devices of replica 0."""
     here = {place for place in plan.places.values() if place.process == settings.counts.part}
     shifts = plan.shifts or (0,) * settings.counts.replicas
-    groups = {shift: tuple(r for r, own in enumerate(shifts) if own == shift) for shift in shifts}
+    groups = {shift: tuple(r for r in range(len(shifts)) if shifts[r] == shift) for shift in shifts}
     return [
         Where(place, replicas, device_of_place(plan, settings, place, replicas[0]))
         for replicas in groups.values()
@@ -118,7 +118,7 @@ class DeviceTensors:
         units = (Unit(key, replica) for key in self.ipu_of for replica in replicas)
         self.all_units = [unit for unit in units if settings.sharing_replicas(*unit)[0] == unit.replica]
         self.units = [unit for unit in self.all_units if self.ipu_of[unit.key] in here]
-        train_state.owner = self._owners() | train_state.owner
+        train_state.owner = self._choose_owners() | train_state.owner
         if settings.counts.parts > 1:
             train_state.add_holders(plan.holders(), settings.counts.part)
         # Slots whose tensors are on another device: `bind` writes copies. Replica 0's are the user's tensors.
@@ -128,7 +128,7 @@ class DeviceTensors:
             self._copies = {slot.name for slot in self._weights}
         self.bind()
 
-    def _owners(self) -> dict[str, int]:
+    def _choose_owners(self) -> dict[str, int]:
         """Return the owner process of each sharded parameter, by canonical name. Processes own about the same number of
         elements of each ipu. Small parameters, and those with replica groups, are not sharded."""
         counts, least = self.settings.counts, self.settings.shard_optimizer
@@ -136,16 +136,16 @@ class DeviceTensors:
             return {}
         held = self.train_state.parameters()
         shapes = {slot.key: slot.shape for slot in self.plan.partition.signature.parameters_and_buffers}
-        found: dict[str, int] = {}
+        owners: dict[str, int] = {}
         loads: dict[int, list[int]] = {}  # by ipu, the elements that each process owns
         for unit in self.all_units:
             size = prod(shapes[unit.key])
             is_grouped = unit.key in self.settings.replica_groups
             if unit.key in held and not is_grouped and size >= least:
                 load = loads.setdefault(self.ipu_of[unit.key], [0] * counts.instances)
-                found[unit.key] = load.index(min(load))
-                load[found[unit.key]] += size
-        return found
+                owners[unit.key] = load.index(min(load))
+                load[owners[unit.key]] += size
+        return owners
 
     # ---- the user's tensors --------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class DeviceTensors:
         with torch.no_grad(), DisableTorchFunctionSubclass(), devices.as_current_device(self.device):
             present = self.train_state.find_weights()
             if moved := [x for x in self._weights if not self._is_bound(x.key, present.get(x.key))]:
-                self._check_values(present, moved)
+                self._check_present(present, moved)
                 self._check_shared_memory(present)
                 if self.has_queue:
                     self._allocate_recurrent_layers(moved, present)
@@ -166,7 +166,7 @@ class DeviceTensors:
                 if key in self._constants:
                     plain = value.detach()
                     if self.device != plain.device:
-                        plain = self._copy_here(f"constant {key}", plain, plain.stride())
+                        plain = self._copy_to_device(f"constant {key}", plain, plain.stride())
                     for values in self.values:
                         values[self._constants[key]] = with_aligned_start(plain)
             self._bind_buffers()
@@ -185,7 +185,7 @@ class DeviceTensors:
                     value = buffers.read(replica, key, self.device)
                 else:  # at an earlier place
                     value = buffers.values[replica][key]
-                    value = self._copy_here(f"{key} of replica {replica}", value, value.stride())
+                    value = self._copy_to_device(f"{key} of replica {replica}", value, value.stride())
                 self.values[replica][name] = value
 
     def _allocate_recurrent_layers(self, moved: Sequence[Slot], present: Mapping[str, Tensor]) -> None:
@@ -194,21 +194,21 @@ class DeviceTensors:
         slot_of = {slot.name: slot for slot in new if present[slot.key].device != self.device}
         lines = (line for piece in self.plan.partition.pieces for line in piece.lines)
         for line in (line for line in lines if line.call in RECURRENT_CALLS):
-            others = line.arguments[1]
-            names = line.operands()[1 + int(others[0]) :]
+            numbers = line.arguments[1]
+            names = line.operands()[1 + int(numbers[0]) :]
             slots = [slot_of.pop(name) for name in names if name in slot_of]
             memory = [torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in slots]
-            if len(slots) == len(names) and flatten_weights(line.call, memory, others):
+            if len(slots) == len(names) and flatten_weights(line.call, memory, numbers):
                 self._memory |= {slot.key: value for slot, value in zip(slots, memory, strict=True)}
 
-    def _copy_here(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    def _copy_to_device(self, key: str, value: Tensor, strides: tuple[int, ...]) -> Tensor:
         """Return a copy of a value on this device: in the memory of an earlier copy, so that it has one address, or in
         new memory with these strides."""
-        known = self._memory.get(key)
-        if known is None or (known.shape, known.dtype) != (value.shape, value.dtype):
-            known = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=self.device)
-            self._memory[key] = known
-        return known.copy_(value, non_blocking=devices.has_queue(self.device))
+        memory = self._memory.get(key)
+        if memory is None or (memory.shape, memory.dtype) != (value.shape, value.dtype):
+            memory = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=self.device)
+            self._memory[key] = memory
+        return memory.copy_(value, non_blocking=devices.has_queue(self.device))
 
     def bound_parameters(self) -> dict[str, Tensor]:
         """Return the user's trained parameters of this place that `bind` has found, by canonical name."""
@@ -221,15 +221,15 @@ class DeviceTensors:
     def _is_bound(self, key: str, value: Any) -> bool:
         """Return whether `values` are this tensor of the model. Its memory is compared with the present one of the
         bound tensor: `share_memory()` moves both, and the address that they had may be another tensor's now."""
-        known = self._bound.get(key)
+        bound = self._bound.get(key)
         return (
-            known is not None
-            and known[0] is value
-            and known[1:] == (value.shape, value.stride(), value.dtype)
+            bound is not None
+            and bound[0] is value
+            and bound[1:] == (value.shape, value.stride(), value.dtype)
             and self._plain[key].data_ptr() == value.data_ptr()
         )
 
-    def _check_values(self, present: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
+    def _check_present(self, present: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
         """Raise Error if the model lacks one of these weights, or its value."""
         if lost := [slot.key for slot in slots if slot.key not in present]:
             raise Error(
@@ -257,10 +257,10 @@ class DeviceTensors:
         before: list[tuple[int, int, str]] = []
         for begin, end, key in spans:
             before = [span for span in before if span[1] > begin]
-            for *_, other in before if end > begin else ():
-                if self._is_changed(key) or self._is_changed(other):
+            for *_, earlier in before if end > begin else ():
+                if self._is_changed(key) or self._is_changed(earlier):
                     raise Error(
-                        f"{other} and {key} share their memory, but are two tensors; a compiled model keeps each of"
+                        f"{earlier} and {key} share their memory, but are two tensors; a compiled model keeps each of"
                         " them, and only one would change\n"
                         "  fix: use the same object twice, as in `self.decoder.weight = self.encoder.weight`, or make"
                         " the other one in forward"
@@ -288,9 +288,9 @@ class DeviceTensors:
             rows = len(value)  # `all_rows`, and the model has one per group
             value.data = value.detach()[list(groups.of)]
             state = self.train_state.optimizer.state.get(value, {})
-            for name, each in state.items():
-                if isinstance(each, Tensor) and each.dim() and len(each) == rows:
-                    state[name] = each[list(groups.of)]
+            for name, entry in state.items():
+                if isinstance(entry, Tensor) and entry.dim() and len(entry) == rows:
+                    state[name] = entry[list(groups.of)]
         is_overlapping = any(
             step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
         )
@@ -299,14 +299,14 @@ class DeviceTensors:
         if is_overlapping and not value.is_inference():  # torch refuses to write to it
             value.data = with_strides(value.detach(), dense)
         if slot.name not in self._copies and value.device != self.device:
-            move_to(slot.key, value, self._copy_here(slot.key, value.detach(), strides))
+            move_to(slot.key, value, self._copy_to_device(slot.key, value.detach(), strides))
         self._bound[slot.key] = value, value.shape, value.stride(), value.dtype
         plain = value.detach()
         self._copied.pop(slot.key, None)
         if slot.name in self._copies:
-            plain = self._copy_here(slot.key, plain, strides)
+            plain = self._copy_to_device(slot.key, plain, strides)
         elif value.stride() != strides:
-            plain = self._copy_here(f"{slot.key} in the plan's strides", plain, strides)
+            plain = self._copy_to_device(f"{slot.key} in the plan's strides", plain, strides)
             if slot.name in self._changed:
                 self._copied[slot.key] = value, plain
         self._plain[slot.key] = plain
@@ -368,10 +368,10 @@ class DeviceTensors:
 
     def _continue_step(self, sums: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Take the gradient sums and new buffers of the plan that has begun the step."""
-        own = {key: sums[key] for key in sums.keys() & {unit.key for unit in self.units}}
+        local_sums = {key: sums[key] for key in sums.keys() & {unit.key for unit in self.units}}
         for name in self._changed:
             self.new_buffers[0][name] = buffers[self._slots[name].key].to(self.device)
-        for key, value in own.items():
+        for key, value in local_sums.items():
             if key in self.sums[0]:  # in a bucket
                 self.sums[0][key].copy_(value)
             else:  # another plan may have made the sum on another device
@@ -391,8 +391,8 @@ class DeviceTensors:
                 if new[name] is not values[name]:
                     write(values[name], new[name])
         self._repeat_rows()
-        for users, own in self._copied.values():
-            write(users, own)
+        for original, copy in self._copied.values():
+            write(original, copy)
         for replica in self.where.replicas if self.train_state.buffers.replicas > 1 else ():
             values = self.values[replica]
             self.train_state.buffers.write(replica, {key: values[n] for key, n in self._buffers.items()})

@@ -113,7 +113,7 @@ class TrainState:
                 "  fix: build the optimizer with the parameter groups that it had when the state was saved"
             )
         here = {key: weight for key, weight in weights.items() if not is_elsewhere(weight)}
-        buffers = [{key: each[key] for key in each.keys() & here.keys()} for each in state.get("buffers", ())]
+        buffers = [{key: held[key] for key in held.keys() & here.keys()} for held in state.get("buffers", ())]
         taken = set[str]()
         for key, value in ChainMap(state.get("weights", {}), *buffers[:1]).items():
             if key in here and here[key].is_meta:  # of a model whose weights have no memory yet
@@ -125,9 +125,9 @@ class TrainState:
                 mark.confirm(here[key])
         if "optimizer" in state:
             self.optimizer.state.clear()
-            for key, found in state["optimizer"].items():
+            for key, saved in state["optimizer"].items():
                 if not is_elsewhere(parameters[key]):
-                    self.optimizer.state[parameters[key]] = copy.deepcopy(found) if copies else dict(found)
+                    self.optimizer.state[parameters[key]] = copy.deepcopy(saved) if copies else dict(saved)
             if not copies:
                 vars(self.optimizer)[_CONFIRMED] = self.optimizer.state
                 self._in_file = taken - state["optimizer"].keys()
@@ -139,9 +139,9 @@ class TrainState:
     def holders(self) -> dict[str, int]:
         """Return the process of the replica that holds each weight, by canonical name; without weights that no plan of
         an executor reads, which each process has."""
-        marks = {key: mark_of(value) for key, value in self.find_weights().items()}
-        found = {key: self._holders.get(key) if mark is None else mark.process for key, mark in marks.items()}
-        return {key: process for key, process in found.items() if process is not None}
+        marks = ((key, mark_of(value)) for key, value in self.find_weights().items())
+        pairs = ((key, self._holders.get(key) if mark is None else mark.process) for key, mark in marks)
+        return {key: process for key, process in pairs if process is not None}
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -154,7 +154,7 @@ class TrainState:
         self._holders, self.part = {**self._holders, **holders}, process
 
     def fill_elsewhere(self, weights: Mapping[str, Tensor]) -> None:
-        """Let weights that only other processes hold be these tensors."""
+        """Put these tensors in place of weights that only other processes hold."""
         present = self.find_weights()
         for key, value in weights.items():
             swap_memory(key, present[key], value)
@@ -164,8 +164,8 @@ class TrainState:
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
         """Return the optimizer state by parameter, with that of other processes: waits for these."""
         names = self.parameters()
-        found = self.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
-        return {key: found[key] for key in names if key in found}
+        states = self.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
+        return {key: states[key] for key in names if key in states}
 
     def read_elsewhere(self, weights: Iterable[str] = (), states: Iterable[str] = ()) -> Entries:
         """Return weights and optimizer states, by canonical name, of the other processes that hold them: waits for all
@@ -174,11 +174,11 @@ class TrainState:
             return {"weights": {}, "optimizer": {}}
         group, counts, name = self.shared
         holders, wanted = self.holders(), dict[int, dict[str, list[str]]]()
-        for kind, key in (*(("weights", key) for key in weights), *(("optimizer", key) for key in states)):
-            instance = self.owner.get(key, counts.instance) if kind == "optimizer" else counts.instance
+        for section, key in (*(("weights", key) for key in weights), *(("optimizer", key) for key in states)):
+            instance = self.owner.get(key, counts.instance) if section == "optimizer" else counts.instance
             rank = instance * counts.parts + holders.get(key, counts.part)
             if rank != counts.process:
-                wanted.setdefault(rank, {"weights": [], "optimizer": []})[kind].append(key)
+                wanted.setdefault(rank, {"weights": [], "optimizer": []})[section].append(key)
         return group.read(name, wanted)
 
     @property
@@ -191,15 +191,15 @@ class TrainState:
     def writes(self) -> dict[str, str]:
         """Return what the program has done with each weight since the latest call, as a text by canonical name; of new
         weights a hash. It has to be equal in all processes of a replica, also for weights without memory."""
-        found = {}
+        changes = {}
         for key, value in self.find_weights().items():
             mark = mark_of(value) or Mark(None, value)
             count = mark.writes(value)
             texts = [f"written {count} times" if count else "" if count == 0 else "other memory"]
             texts += [mark.loaded, "" if mark.is_compared else hash_of_sample(value)]
             if any(texts):
-                found[key] = ", ".join(filter(None, texts))
-        return found
+                changes[key] = ", ".join(filter(None, texts))
+        return changes
 
     def optimizer_changes(self) -> dict[str, str]:
         """Return a text if the program has loaded an optimizer state or chosen another optimizer since the latest call;

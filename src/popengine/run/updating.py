@@ -119,8 +119,8 @@ class Updates:
             for unit in units:
                 members = self.settings.sharing_replicas(*unit)
                 groups.setdefault((len(members), self._state_of[unit]), []).append((unit.key, members))
-            for (count, state), own in groups.items():
-                columns = [[state.sums[members[i]][key] for key, members in own] for i in range(count)]
+            for (count, state), pairs in groups.items():
+                columns = [[state.sums[members[i]][key] for key, members in pairs] for i in range(count)]
                 for column in columns if count > 1 else ():
                     self._divide_means(column)
                 tree_sum(leaf_nodes(columns))
@@ -159,7 +159,7 @@ class Updates:
             step = self._prepare_gradients(call, gradients)
             self._commit(call, step)
             if step.is_applied:
-                self._run_step(call, self._by_name(gradients))
+                self._run_step(call, self._gradients_by_name(gradients))
 
     def _commit(self, call: EngineCall, step: StepGradients) -> None:
         """Commit the step with all processes: from now on it runs to its end."""
@@ -177,18 +177,18 @@ class Updates:
         if self.settings.automatic_loss_scaling:
             train_state.loss_factor.mul_(step.loss_factor)
 
-    def _by_name(self, gradients: Mapping[Unit, Tensor]) -> dict[str, Tensor]:
+    def _gradients_by_name(self, gradients: Mapping[Unit, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the optimizer's parameters by name: with replica groups a row for each. One that the
         program has replaced in the model has none."""
         held = self._train_state.parameters()
-        found = {
+        by_name = {
             u.key: g for u, g in gradients.items() if self._state_of[u].has_bound(u.key, held.get(u.key))
         }
-        for key in self.settings.replica_groups.keys() & found.keys():
+        for key in self.settings.replica_groups.keys() & by_name.keys():
             rows = self.settings.replica_groups[key].rows
             firsts = (self.settings.sharing_replicas(key, replica)[0] for replica in rows)
-            found[key] = torch.stack([gradients[Unit(key, first)] for first in firsts])
-        return found
+            by_name[key] = torch.stack([gradients[Unit(key, first)] for first in firsts])
+        return by_name
 
     def _run_step(self, call: EngineCall, gradients: Mapping[str, Tensor]) -> None:
         """Run the optimizer's `step()`, and copy the new weights to devices that have copies. If it fails before it has
@@ -267,14 +267,14 @@ def buckets_of(plan: ir.Plan, piece: int, states: Sequence[DeviceTensors]) -> li
     settings, writes = states[0].settings, plan.partition.pieces[piece].writes
     results = plan.partition.signature.results
     keys = {result.key for result in results if result.kind == "gradient" and result.name in writes}
-    kinds: dict[tuple[tuple[int, ...], torch.dtype, bool], list[Unit]] = {}
+    groups: dict[tuple[tuple[int, ...], torch.dtype, bool], list[Unit]] = {}
     for unit in (unit for unit in states[0].units if unit.key in keys):
         assert settings.optimizer is not None
         dtype = settings.optimizer.sum_dtype(states[0].weight(unit).dtype)
         is_sharded = unit.key in states[0].train_state.owner
-        kinds.setdefault((settings.sharing_replicas(*unit), dtype, is_sharded), []).append(unit)
+        groups.setdefault((settings.sharing_replicas(*unit), dtype, is_sharded), []).append(unit)
     state_of = {replica: state for state in states for replica in state.where.replicas}
     return [
         Bucket(units, {replica: state_of[replica] for replica in members}, dtype)
-        for (members, dtype, _), units in kinds.items()
+        for (members, dtype, _), units in groups.items()
     ]
