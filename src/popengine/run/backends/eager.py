@@ -81,11 +81,11 @@ def build(
     call: Callable[[OpOverload], Callable[..., Any]] = direct_function,
     device: torch.device = CPU,
     after: str = "",  # a statement for the source, before the first operation and after each one: "; tick()"
-    **more: Any,  # further global variables of the source
+    **variables: Any,  # further global variables of the source
 ) -> Code:
     """Return the function of a piece: it takes a list of inputs, empties this list, and returns the outputs."""
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **more}
+    names |= {"draw": draw if device.type == "cpu" else functools.partial(draw, on=device), **variables}
     for (name, is_drawn), written in piece.functions.items():
         operation = operation_of(name)
         function: Any = operation  # `draw` takes the operation itself
@@ -143,11 +143,11 @@ def _run_cond(
     return _run_body(body, list(inputs), condition.device)
 
 
-def _run_loop(count: int, body: str, state: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+def _run_loop(count: int, body: str, state: list[Tensor], invariants: list[Tensor]) -> list[Tensor]:
     """Run `state = body(state, others)` `count` times, and return the last state."""
     state = list(state)
     for _ in range(count):
-        state = _run_body(body, [*state, *others], state[0].device)
+        state = _run_body(body, [*state, *invariants], state[0].device)
     return state
 
 

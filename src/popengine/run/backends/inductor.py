@@ -121,18 +121,18 @@ class TensorMetadata(NamedTuple):
 def input_metadata(partition: Partition) -> list[tuple[TensorMetadata, ...]]:
     """Return the metadata of the inputs of each piece, by running all pieces on fake tensors."""
     fake = FakeTensorMode()
-    found = []
+    metadata = []
     with fake, torch.no_grad():
         values = {slot.name: torch.empty(slot.shape, dtype=slot.dtype) for slot in partition.signature.slots}
         for name, piece in partition.prepared.items():
             (values[name],) = build(piece)([values[read] for read in piece.reads])
         for piece in partition.pieces:
             reads = [values[name] for name in piece.reads]
-            found.append(tuple(TensorMetadata(tuple(v.shape), v.stride(), v.dtype) for v in reads))
+            metadata.append(tuple(TensorMetadata(tuple(v.shape), v.stride(), v.dtype) for v in reads))
             code = build(piece, draw=lambda func, key, number, *args, **kwargs: func(*args, **kwargs))
             made = code([*reads, 0] if piece.draws else list(reads))
             values.update(zip(piece.writes, made, strict=True))
-    return found
+    return metadata
 
 
 def trace_piece(
@@ -168,11 +168,11 @@ def _call_eager(
     """Call an operation through `popengine::eager`, by `random_draws.draw` if there are a key and a number."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    constants = [... if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def call_operation(key: Tensor | None, tensors: Sequence[Tensor], is_fake: bool) -> list[Tensor]:
         given = iter(tensors)
-        filled = [next(given) if leaf is ... else leaf for leaf in others]
+        filled = [next(given) if leaf is ... else leaf for leaf in constants]
         args, kwargs = tree_unflatten(filled, structure)
         if number is None or key is None or is_fake:
             made = operation(*args, **kwargs)
@@ -180,7 +180,7 @@ def _call_eager(
             made = draw(operation, int(key), number, *args, **kwargs)
         return [made] if isinstance(made, Tensor) else list(made)
 
-    text = f"{operation} {number} {others} {structure}"
+    text = f"{operation} {number} {constants} {structure}"
     _calls[text] = call_operation
     made = torch.ops.popengine.eager(text, key, tensors)
     returns = operation._schema.returns

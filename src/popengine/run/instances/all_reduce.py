@@ -48,26 +48,26 @@ def leaf_nodes(replicas: Iterable[list[Tensor]], first: int = 0) -> Iterator[Tre
 
 def sum_siblings(nodes: Iterable[TreeNode]) -> list[TreeNode]:
     """Sum pairs of siblings into their parents, in the left one's tensors, and return the nodes that remain."""
-    found: list[TreeNode] = []
+    roots: list[TreeNode] = []
     for node in nodes:
-        while found and node.index % 2 and found[-1][:2] == (node.level, node.index - 1):
-            left = found.pop().values
-            _add(left, node.values)
+        while roots and node.index % 2 and roots[-1][:2] == (node.level, node.index - 1):
+            left = roots.pop().values
+            _add_values(left, node.values)
             node = TreeNode(node.level + 1, node.index // 2, left)
-        found.append(node)
-    return found
+        roots.append(node)
+    return roots
 
 
 def tree_sum(nodes: Iterable[TreeNode]) -> list[Tensor]:
     """Sum all nodes, from left to right, into the first node's tensors, and return these; others may be overwritten."""
-    found = sum_siblings(nodes)
-    while len(found) > 1:
-        last = found.pop()
-        _add(found[-1].values, last.values)
-    return found[0].values
+    roots = sum_siblings(nodes)
+    while len(roots) > 1:
+        last = roots.pop()
+        _add_values(roots[-1].values, last.values)
+    return roots[0].values
 
 
-def _add(sums: list[Tensor], values: list[Tensor]) -> None:
+def _add_values(sums: list[Tensor], values: list[Tensor]) -> None:
     """Add values, which may be on another device, to sums, which are all on one."""
     if sums and sums[0].device != values[0].device:
         values = [value.to(sums[0].device) for value in values]
@@ -83,7 +83,7 @@ def _node_positions(instances: int, replicas: int) -> _Positions:
     """Return for each instance (level, index) of the nodes into which it sums its `replicas` replicas."""
     starts = range(0, instances * replicas, replicas)
     nodes = [sum_siblings(leaf_nodes([[]] * replicas, start)) for start in starts]
-    return tuple(tuple(node[:2] for node in own) for own in nodes)
+    return tuple(tuple(node[:2] for node in of_instance) for of_instance in nodes)
 
 
 # ---- over instances ------------------------------------------------------------------------------------------
@@ -161,17 +161,17 @@ class AllReduce:
             for peer, value in zip(senders, buffer[:size].chunk(len(senders)), strict=True)
         ]
 
-    def _add_nodes(self, positions: _Positions, own: Sequence[Tensor], coming: _Incoming) -> None:
-        """Wait for the peers' nodes of a segment, and sum these and this instance's nodes into `own[0]`."""
+    def _add_nodes(self, positions: _Positions, local: Sequence[Tensor], coming: _Incoming) -> None:
+        """Wait for the peers' nodes of a segment, and sum these and this instance's nodes into `local[0]`."""
         self._group.wait([message for _, message in coming], _SUM)
-        mine, others = iter(own), iter([value for value, _ in coming])
+        local_values, received = iter(local), iter([value for value, _ in coming])
         (result,) = tree_sum(
-            TreeNode(*position, [next(mine if rank == self._rank else others)])
+            TreeNode(*position, [next(local_values if rank == self._rank else received)])
             for rank, of_instance in enumerate(positions)
             for position in of_instance
         )
-        if result is not own[0]:
-            own[0].copy_(result)
+        if result is not local[0]:
+            local[0].copy_(result)
 
     def _send_to_all(self, value: Tensor) -> list[Message]:
         """Start to send a tensor to all peers, and return the messages."""
@@ -185,12 +185,12 @@ class AllReduce:
 
     def _shards_of_peers(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return (peer, start, stop) of all segments of peers' shards, ordered by segment, then by peer."""
-        found = [
+        segments = [
             (turn, peer, *segment)
             for peer in self._peers
             for turn, segment in enumerate(self._segments(cuts, peer))
         ]
-        return [(peer, start, stop) for _, peer, start, stop in sorted(found)]
+        return [(peer, start, stop) for _, peer, start, stop in sorted(segments)]
 
     def _segments(self, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
         """Return (start, stop) of each segment in which the shard of instance `rank` is sent."""
@@ -198,8 +198,8 @@ class AllReduce:
         return [(start, min(start + step, stop)) for start in range(cuts[rank], stop, step)]
 
 
-def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, mine: Tensor) -> Tensor:
-    """Return the tensors `mine` of all instances in `ranks`, which must call this, too, concatenated in dimension 0."""
-    values = {rank: mine if rank == group.rank else torch.empty_like(mine) for rank in ranks}
+def all_gather_rows(group: Connections, ranks: Sequence[int], tag: int, local: Tensor) -> Tensor:
+    """Return the tensors `local` of all instances in `ranks` (all must call this), concatenated in dimension 0."""
+    values = {rank: local if rank == group.rank else torch.empty_like(local) for rank in ranks}
     group.all_gather(values, tag, "values that replicas gather")
     return torch.cat([*values.values()])

@@ -35,20 +35,20 @@ def barrier_header(what: str, fingerprint: Fingerprint) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
-def _parts_of_header(value: Tensor) -> list[str]:
+def _split_header(value: Tensor) -> list[str]:
     return bytes(value.numpy()).rstrip(b"\0").decode(errors="replace").split("|", 2)
 
 
 def barrier_name(value: Tensor) -> str:
     """Return the barrier's name in a header that `barrier_header` made."""
-    return _parts_of_header(value)[2]
+    return _split_header(value)[2]
 
 
-def headers_agree(headers: Sequence[Tensor]) -> bool:
+def headers_are_equal(headers: Sequence[Tensor]) -> bool:
     """Return whether all headers have equal names, and equal hashes of each section that they have: the same result in
     all instances, also in those that lack a section that differs."""
     seen: dict[str, object] = {}
-    for digest, scoped, what in map(_parts_of_header, headers):
+    for digest, scoped, what in map(_split_header, headers):
         for name, value in {**json.loads(scoped), "": (digest, what)}.items():
             if seen.setdefault(name, value) != value:
                 return False
@@ -67,8 +67,8 @@ def describe_differences(
         )
     sections = dict.fromkeys(section for of_instance in fingerprints for section in of_instance)
     # The first section that differs may be the cause of differences in later sections.
-    found = ((section, _differing_lines(section, fingerprints, ranks)) for section in sections)
-    section, lines = next(each for each in found if each[1])
+    differences = ((section, _differing_lines(section, fingerprints, ranks)) for section in sections)
+    section, lines = next(pair for pair in differences if pair[1])
     fix = (
         "torch.manual_seed(0) in the first line of the program"
         if section == "seed"
@@ -76,10 +76,10 @@ def describe_differences(
         " makes the first weights equal; load and write weights and optimizer state in all instances, after"
         " copyWeightsToHost() with functions that skip meta tensors"
     )
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
-        + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *more])
+        + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *rest])
         + f"  nothing has changed in any instance\n  fix: {fix}"
     )
 
@@ -87,17 +87,17 @@ def describe_differences(
 def _differing_lines(section: str, fingerprints: Sequence[Fingerprint], ranks: Sequence[int]) -> list[str]:
     """Return a line for each text of a section that differs; in section "operation" for the first only."""
     if "@" in section:
-        ranks = [rank for rank, each in zip(ranks, fingerprints, strict=True) if section in each]
-        fingerprints = [each for each in fingerprints if section in each]
+        ranks = [rank for rank, texts in zip(ranks, fingerprints, strict=True) if section in texts]
+        fingerprints = [texts for texts in fingerprints if section in texts]
     of_instances = [of_instance.get(section, {}) for of_instance in fingerprints]
     section = section.partition("@")[0]
-    found = []
+    lines = []
     for name in dict.fromkeys(name for texts in of_instances for name in texts):
         values = [texts.get(name, "none") for texts in of_instances]
         if len(set(values)) > 1:
             called = name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
-            found.append(f"{called}: {_values_by_instance(values, ranks)}")
-    return found[:1] if section == "operation" else found
+            lines.append(f"{called}: {_values_by_instance(values, ranks)}")
+    return lines[:1] if section == "operation" else lines
 
 
 def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
@@ -107,8 +107,8 @@ def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
         ranks_of.setdefault(value, []).append(str(rank))
     return "; ".join(
         f"{value if len(value) <= _WIDTH else value[: _WIDTH - 3] + '...'} in"
-        f" instance{'s' if len(found) > 1 else ''} {', '.join(found)}"
-        for value, found in ranks_of.items()
+        f" instance{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+        for value, numbers in ranks_of.items()
     )
 
 
@@ -126,8 +126,8 @@ def fingerprint_of_plan(
             section = "input" if slot.role == "input" else "shape"
             forms[section][slot.key] = f"{tuple(slot.shape)} {slot.dtype}"
     here = {name for names in plan.slots_at(Place(settings.counts.part)).values() for name in names}
-    own = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
-    first = {key: weights[key] for key in own if key in weights and not weights[key].is_meta}
+    keys = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
+    first = {key: weights[key] for key in keys if key in weights and not weights[key].is_meta}
     constants = _constants(plan)
     code = repr((plan.tasks, constants)) + "".join(piece.source for piece in plan.partition.pieces)
     return {
@@ -154,14 +154,14 @@ def _operations(plan: Plan) -> dict[str, str]:
 
 def _constants(plan: Plan) -> dict[str, str]:
     """Return shape, dtype and values (or their hash) of each constant, by its name and the operation that reads it."""
-    constants, found = plan.partition.signature.constants, {}
+    constants, texts = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
             value = constants[name]
             text = str(value.tolist()) if value.numel() <= _LISTED else hash_of_bits(value)[:12]
             described = f"{tuple(value.shape)} {value.dtype} {text}"
-            found[f"{name}, which {line.call} reads at {line.where}"] = described
-    return found
+            texts[f"{name}, which {line.call} reads at {line.where}"] = described
+    return texts
 
 
 def hash_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -181,10 +181,10 @@ def hash_of_sample(value: Tensor) -> str:
 
 def rates_as_texts(hyper: Hyper) -> dict[str, str]:
     """Return the `repr` of each rate of a call, by "NAME of parameter group N", and of the loss scaling."""
-    found = {"loss scaling": repr(hyper.loss_scaling)}
+    texts = {"loss scaling": repr(hyper.loss_scaling)}
     for index, group in enumerate(hyper.groups):
-        found |= {f"{name} of parameter group {index}": repr(value) for name, value in group.items()}
-    return found
+        texts |= {f"{name} of parameter group {index}": repr(value) for name, value in group.items()}
+    return texts
 
 
 _NAMES = {  # dotted names of settings, in the words of the options
@@ -201,10 +201,10 @@ def _flat_fields(value: Any, name: str = "") -> dict[str, str]:
     """Return the `repr` of each field of nested dataclasses, by dotted name or its text in `_NAMES`."""
     if not dataclasses.is_dataclass(value):
         return {_NAMES.get(name, name): repr(value)}
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for field in dataclasses.fields(value):
-        found |= _flat_fields(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
-    return found
+        texts |= _flat_fields(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+    return texts
 
 
 def _hash_of_bytes(value: bytes | memoryview) -> str:

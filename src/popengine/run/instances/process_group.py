@@ -31,11 +31,11 @@ from .consistency import (
     barrier_header,
     barrier_name,
     describe_differences,
-    headers_agree,
+    headers_are_equal,
 )
 
-_PATIENCE = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
-_PATIENCE_AT_EXIT = 2.0  # seconds
+_POLL_INTERVAL = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
+_EXIT_TIMEOUT = 2.0  # seconds
 _READING = "the reading of "
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def call_in_thread(work: Callable[[], T]) -> T:
 
     TorchThread(call_work).start()
     while not future.done():
-        wait([future], timeout=_PATIENCE)
+        wait([future], timeout=_POLL_INTERVAL)
     return future.result()
 
 
@@ -119,10 +119,10 @@ class ProcessGroup(Connections):
     def _barrier(self, what: str, fingerprint: Fingerprint) -> None:
         """Exchange headers: the barrier's name, and a hash of the fingerprint. If peers read states (`read`), send them
         what they read, and exchange headers again; if `what` is the first such read, return."""
-        mine = barrier_header(what, fingerprint)
+        header = barrier_header(what, fingerprint)
         while True:
-            headers = self._all_gather_vectors(mine, [HEADER] * self.size, Tag.BARRIER, what)
-            if headers_agree(headers):
+            headers = self._all_gather_vectors(header, [HEADER] * self.size, Tag.BARRIER, what)
+            if headers_are_equal(headers):
                 if not what.startswith(_READING):
                     self._kept.clear()
                 return
@@ -133,8 +133,8 @@ class ProcessGroup(Connections):
                 return
             self._exchange_entries(min(readings), {})
         texts = self.all_gather_bytes(json.dumps([what, fingerprint]).encode(), Tag.FINGERPRINT, what)
-        whats, others = zip(*map(json.loads, texts), strict=True)
-        raise InstancesDiffer(describe_differences(whats, others, self.ranks))
+        whats, fingerprints = zip(*map(json.loads, texts), strict=True)
+        raise InstancesDiffer(describe_differences(whats, fingerprints, self.ranks))
 
     # ---- sharded state -----------------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class ProcessGroup(Connections):
         """Send peers the entries of the state `name` that they want, and return those `wanted` of each peer, which come
         tensor by tensor, so that no process needs memory for more."""
         texts = self.all_gather_bytes(json.dumps(wanted).encode(), Tag.READ, name)
-        asked = {peer: json.loads(texts[peer]).get(str(self.rank)) for peer in self.peers}
-        sending, found = list[Message](), Entries(weights={}, optimizer={})
-        for peer in (peer for peer in self.peers if asked[peer]):
+        requested = {peer: json.loads(texts[peer]).get(str(self.rank)) for peer in self.peers}
+        sending, gathered = list[Message](), Entries(weights={}, optimizer={})
+        for peer in (peer for peer in self.peers if requested[peer]):
             try:
-                entries = self._states[name].entries(asked[peer])
+                entries = self._states[name].entries(requested[peer])
             except BaseException as error:
                 why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
                 self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
@@ -184,9 +184,9 @@ class ProcessGroup(Connections):
             form = receive(torch.empty(int(receive(torch.empty(1, dtype=torch.int64))), dtype=torch.uint8))
             like = torch.load(io.BytesIO(form.numpy().tobytes()), weights_only=True)
             for group, entries in tree_map_only(Tensor, receive, like).items():
-                found[group].update(entries)
+                gathered[group].update(entries)
         self.wait(sending, name)
-        return found
+        return gathered
 
     def _receive_like(self, peer: int, what: str, like: Tensor) -> Tensor:
         """Return a tensor that a peer sends, with the shape, strides and dtype of another one."""
@@ -196,20 +196,20 @@ class ProcessGroup(Connections):
         is_dense = value.stride() == like.stride()
         return value if is_dense else torch.empty_like(like, device="cpu").copy_(value)
 
-    def all_gather_bytes(self, mine: bytes, tag: int, what: str) -> list[bytes]:
-        """Return the bytes `mine` of all instances, by rank. To be called in the work of `barrier`."""
-        size = torch.tensor([len(mine)]).view(torch.uint8)
+    def all_gather_bytes(self, local: bytes, tag: int, what: str) -> list[bytes]:
+        """Return the bytes `local` of all instances, by rank. To be called in the work of `barrier`."""
+        size = torch.tensor([len(local)]).view(torch.uint8)
         sizes = self._all_gather_vectors(size, [size.numel()] * self.size, tag, what)
-        padded = torch.frombuffer(bytearray(mine + b"\0"), dtype=torch.uint8)  # a buffer must not be empty
+        padded = torch.frombuffer(bytearray(local + b"\0"), dtype=torch.uint8)  # a buffer must not be empty
         lengths = [int(size.view(torch.int64)) for size in sizes]
         values = self._all_gather_vectors(padded[:-1], lengths, tag, what)
         return [value.numpy().tobytes() for value in values]
 
-    def _all_gather_vectors(self, mine: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
-        """Return the tensors `mine` (uint8, 1-d) of all instances, by rank; `sizes` are their lengths."""
+    def _all_gather_vectors(self, local: Tensor, sizes: Sequence[int], tag: int, what: str) -> list[Tensor]:
+        """Return the tensors `local` (uint8, 1-d) of all instances, by rank; `sizes` are their lengths."""
         self.connect(what)
         values = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        values[self.rank] = mine
+        values[self.rank] = local
         self.all_gather(dict(enumerate(values)), tag, what)
         return values
 
@@ -231,7 +231,7 @@ def current() -> ProcessGroup | None:
     has initialized that for several processes. None if the process trains alone."""
     if _current is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = default_store()
-        atexit.register(join_torch_threads, _PATIENCE_AT_EXIT)
+        atexit.register(join_torch_threads, _EXIT_TIMEOUT)
         store = dist.PrefixStore("pando", store)
         return set_current(ProcessGroup(store, dist.get_rank(), dist.get_world_size()))
     return _current
@@ -239,18 +239,18 @@ def current() -> ProcessGroup | None:
 
 def group_of_size(instances: int) -> ProcessGroup:
     """Return `current()`. Raises Error if that is None, or if its size is not `instances`."""
-    found = current()
-    if found is None:
+    group = current()
+    if group is None:
         raise Error(
             f"the model trains in {instances} processes, but they have not met\n"
             "  fix: call popdist.init() before the model; or options.Distributed.disable() to train alone"
         )
-    if found.size != instances:
+    if group.size != instances:
         raise Error(
-            f"the options say that the model trains in {instances} processes, but {found.size} have met\n"
+            f"the options say that the model trains in {instances} processes, but {group.size} have met\n"
             "  fix: take popdist.poptorch.Options(), which asks the launcher"
         )
-    return found
+    return group
 
 
 def announce_end() -> None:
