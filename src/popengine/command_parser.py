@@ -22,12 +22,12 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
         self._given = shlex.join(args or ())
-        found, rest = super().parse_known_args(args, namespace or argparse.Namespace())
+        parsed, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
             self.exit_for_unknown_option(unknown[0].partition("=")[0])
         if rest:
             self.error(f"too many arguments: {' '.join(rest)}")
-        return found, rest
+        return parsed, rest
 
     def exit_for_unknown_option(self, name: str) -> NoReturn:
         near = did_you_mean(name, self._option_string_actions)
@@ -44,11 +44,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
+            words = [str(choice) for choice in action.choices]
             name = action.metavar if isinstance(action.metavar, str) else "/".join(action.option_strings)
-            raise argparse.ArgumentError(
-                None, f"unknown {name} {value!r}; known: {', '.join(known)}{did_you_mean(str(value), known)}"
-            )
+            meant = did_you_mean(str(value), words)
+            raise argparse.ArgumentError(None, f"unknown {name} {value!r}; known: {', '.join(words)}{meant}")
 
     def error(self, message: str) -> NoReturn:
         given, missing = self._given, message.partition("arguments are required: ")[2].replace(",", "")

@@ -22,10 +22,10 @@ def schedule_svg(drawing: str, title: str) -> str:
     for y, (name, cells) in enumerate(rows):
         svg.append(f'<text x="0" y="{y * _ROW + 20}">{name}</text>')
         for x, cell in enumerate(cells):
-            kind = cell[0] if cell != ".." else "idle"
+            css_class = cell[0] if cell != ".." else "idle"
             left, top = _LEFT + x * cell_width, y * _ROW + 3
             size = f'width="{cell_width - 3}" height="{_ROW - 5}"'
-            svg.append(f'<rect class="{kind}" x="{left}" y="{top}" {size} rx="4"/>')
+            svg.append(f'<rect class="{css_class}" x="{left}" y="{top}" {size} rx="4"/>')
             if cell != "..":
                 middle = left + cell_width // 2 - 1
                 svg.append(f'<text class="cell" x="{middle}" y="{top + 17}">{cell}</text>')

@@ -78,7 +78,7 @@ class Launch:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of this instance, with popdist's, MPI's and torchrun's names."""
-        found = {
+        variables = {
             TOTAL: str(self.total_replicas),
             LOCAL: str(self.local_replicas),
             IPUS: str(self.ipus_per_replica),
@@ -88,8 +88,8 @@ class Launch:
         }
         counts = str(self.instances), str(self.instance), str(self.local_instance)
         for names in (MPI, TORCHRUN):
-            found |= dict(zip(names, counts, strict=True))
-        return found
+            variables |= dict(zip(names, counts, strict=True))
+        return variables
 
 
 def pando_version() -> str:
@@ -104,7 +104,7 @@ def pando_version() -> str:
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Return whether poprun, or another launcher of several processes, has started this process."""
-    return TOTAL in environment or _other_launcher_names(environment) is not None
+    return TOTAL in environment or _launcher_variables(environment) is not None
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -112,7 +112,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     if none of them has started several processes. Raises ValueError for variables that are missing or wrong."""
     environment = os.environ if environment is None else environment
     if TOTAL not in environment:
-        names = _other_launcher_names(environment)
+        names = _launcher_variables(environment)
         if names is None:
             return Launch()
         size, rank = read_integer(environment, names[0]), read_integer(environment, names[1])
@@ -120,7 +120,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     total, local = read_integer(environment, TOTAL), read_integer(environment, LOCAL, 1)
     if local < 1 or total % local:
         raise ValueError(f"{TOTAL}={total} is not a multiple of {LOCAL}={local}")
-    offset, names = read_integer(environment, OFFSET, 0), _other_launcher_names(environment) or MPI
+    offset, names = read_integer(environment, OFFSET, 0), _launcher_variables(environment) or MPI
     return Launch(
         total_replicas=total,
         local_replicas=local,
@@ -138,7 +138,7 @@ def is_on_one_host() -> bool:
     return str(read_launch().instances) == local or os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
-def _other_launcher_names(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
+def _launcher_variables(environment: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the names of (world size, rank, local rank) of a launcher that has started several processes, or None."""
     return next((names for names in (MPI, TORCHRUN, SLURM) if environment.get(names[0], "1") != "1"), None)
 

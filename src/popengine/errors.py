@@ -24,11 +24,11 @@ _wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`
 
 
 def did_you_mean(
-    name: str, known: Iterable[str], least: float = 0.67, shown: Mapping[str, str] = MappingProxyType({})
+    name: str, names: Iterable[str], least: float = 0.67, shown: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return "; did you mean '...'?" with the known name that is most similar, in any case of letters; "" without one
-    of similarity `least` (0 to 1). `shown`: texts that stand for known names in the message."""
-    by_lower = {word.lower(): shown.get(word, word) for word in known}
+    """Return "; did you mean '...'?" with the most similar of `names`, in any case of letters; "" without one of
+    similarity `least` (0 to 1). `shown`: texts that stand for names in the message."""
+    by_lower = {word.lower(): shown.get(word, word) for word in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=least)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
@@ -98,15 +98,15 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
     arguments do not fit, the error has the first example of `text`, by default the docstring. Of a class, replace its
     constructor, its properties and its public methods by such wrappers, and return the class."""
     if isinstance(function, type):
-        for base in filter(_is_ours, function.__mro__):
+        for base in filter(_is_of_pando, function.__mro__):
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
                     text = base.__doc__ if name == "__init__" else None
                     setattr(base, name, without_internal_frames(member, text))
                 elif isinstance(member, property):
-                    functions: Any = (member.fget, member.fset, member.fdel)
-                    functions = (each and without_internal_frames(each) for each in functions)
-                    setattr(base, name, property(*functions, doc=member.__doc__))
+                    accessors: Any = (member.fget, member.fset, member.fdel)
+                    accessors = (accessor and without_internal_frames(accessor) for accessor in accessors)
+                    setattr(base, name, property(*accessors, doc=member.__doc__))
         return function
     if function in _wrappers:
         return function
@@ -120,7 +120,7 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
         except Exception as error:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             name = unknown[1] if unknown and unknown[1] in kwargs else ""
-            if isinstance(error, TypeError) and example and (name or not _fits(function, args, kwargs)):
+            if isinstance(error, TypeError) and example and (name or not _can_call(function, args, kwargs)):
                 meant = did_you_mean(name, inspect.signature(function).parameters) if name else ""
                 error.add_note(f"  fix: {example[1]}{meant}")
             hide_internal_frames(error)
@@ -130,7 +130,7 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
     return call
 
 
-def _fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _can_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function can be called with these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
@@ -139,9 +139,9 @@ def _fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     return True
 
 
-def _is_ours(kind: type) -> bool:
+def _is_of_pando(cls: type) -> bool:
     """Return whether a class is of Pando: its bases may be torch's."""
-    return kind.__module__.partition(".")[0] in _PACKAGES
+    return cls.__module__.partition(".")[0] in _PACKAGES
 
 
 def _is_users_frame(frame: FrameType) -> bool:

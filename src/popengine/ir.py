@@ -141,8 +141,8 @@ class Partition:
     @cached_property
     def makers(self) -> dict[str, int]:
         """Return the index of the piece that writes each value, by name, without inputs and constant slots."""
-        others = self.signature.constant_slots | self.signature.inputs.keys()
-        return {name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in others}
+        given = self.signature.constant_slots | self.signature.inputs.keys()
+        return {name: i for i, piece in enumerate(self.pieces) for name in piece.writes if name not in given}
 
     def is_of_micro_batch(self, name: str, piece: int) -> bool:
         """Return whether a value that a piece (an index) reads is an input, or comes from another piece."""

@@ -42,7 +42,7 @@ class Body:
 
 
 _NAMES = {
-    **{kind.__name__: kind for kind in (Body, Piece, Line, Value)},
+    **{cls.__name__: cls for cls in (Body, Piece, Line, Value)},
     **{"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan},
 }
 
@@ -50,7 +50,7 @@ _NAMES = {
 LIBRARY = torch.library.Library("popengine", "DEF")
 _BODIES = "str then_body, Tensor[] then_inputs, str else_body, Tensor[] else_inputs"
 _COND = f"(Tensor condition, {_BODIES}) -> Tensor[]"
-_LOOP = "(int count, str body, Tensor[] state, Tensor[] others) -> Tensor[]"
+_LOOP = "(int count, str body, Tensor[] state, Tensor[] invariants) -> Tensor[]"
 
 
 def _empty_outputs(body: str, device: torch.device) -> list[Tensor]:
@@ -63,12 +63,12 @@ for _suffix, _tags in (("", ()), ("_that_draws", (torch.Tag.nondeterministic_see
     LIBRARY.define(f"loop{_suffix}{_LOOP}", tags=_tags)
     torch.library.register_fake(
         f"popengine::cond{_suffix}",
-        lambda condition, body, *others: _empty_outputs(body, condition.device),
+        lambda condition, body, *_: _empty_outputs(body, condition.device),
         lib=LIBRARY,
     )
     torch.library.register_fake(
         f"popengine::loop{_suffix}",
-        lambda count, body, state, others: _empty_outputs(body, state[0].device),
+        lambda count, body, state, invariants: _empty_outputs(body, state[0].device),
         lib=LIBRARY,
     )
 
@@ -106,19 +106,19 @@ def with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
 # it differs by kind of device.
 
 
-def _attention(tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
-    is_causal, scale, enable_gqa = others
+def _attention(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+    is_causal, scale, enable_gqa = numbers
     mask, factor = tensors[3] if len(tensors) > 3 else None, None if math.isnan(scale) else scale
     named: dict[str, Any] = {"scale": factor, "enable_gqa": bool(enable_gqa)}
     query, key, value = tensors[:3]
     return [functional.scaled_dot_product_attention(query, key, value, mask, 0.0, bool(is_causal), **named)]
 
 
-def _recurrent(function: Any, tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
-    states, has_biases, layers, is_bidirectional, batch_first = map(int, others)
+def _recurrent(function: Any, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+    states, has_biases, layers, is_bidirectional, batch_first = map(int, numbers)
     hidden = tensors[1 : 1 + states] if states > 1 else tensors[1]
-    kind = bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(is_bidirectional), bool(batch_first)
-    return [*function(tensors[0], hidden, tensors[1 + states :], *kind)]
+    flags = bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(is_bidirectional), bool(batch_first)
+    return [*function(tensors[0], hidden, tensors[1 + states :], *flags)]
 
 
 # In the order of cuDNN's numbers for them.
@@ -126,30 +126,30 @@ _RECURRENT = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": to
 RECURRENT_CALLS = [f"popengine.{name}.default" for name in _RECURRENT]
 
 
-def flatten_weights(call: str, weights: Sequence[Tensor], others: Sequence[float]) -> bool:
+def flatten_weights(call: str, weights: Sequence[Tensor], numbers: Sequence[float]) -> bool:
     """Put the weights of a recurrent layer into one block of memory, from which cuDNN reads them without a copy; return
     False if cuDNN does not run the layer."""
     aten = torch.ops.aten
     if not (aten._use_cudnn_rnn_flatten_weight() and torch.backends.cudnn.is_acceptable(weights[0])):
         return False
-    kind = RECURRENT_CALLS.index(call)
-    _, has_biases, layers, is_bidirectional, batch_first = map(int, others)
+    mode = RECURRENT_CALLS.index(call)
+    _, has_biases, layers, is_bidirectional, batch_first = map(int, numbers)
     (width, inputs), states = weights[0].shape, weights[1].shape[1]
-    hidden = width // (1, 1, 4, 3)[kind]  # gates
+    hidden = width // (1, 1, 4, 3)[mode]  # gates
     projected = states if states != hidden else 0
     count = 2 + 2 * has_biases + (projected > 0)  # of weights of a layer
-    sizes = inputs, kind, hidden, projected, layers, bool(batch_first), bool(is_bidirectional)
+    sizes = inputs, mode, hidden, projected, layers, bool(batch_first), bool(is_bidirectional)
     aten._cudnn_rnn_flatten_weight([*weights], count, *sizes)
     return True
 
 
 _FUSED = {"attention": _attention} | {
-    n: functools.partial(_recurrent, each) for n, each in _RECURRENT.items()
+    n: functools.partial(_recurrent, function) for n, function in _RECURRENT.items()
 }
 
 
 def _run_backward(
-    function: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor], others: Sequence[float]
+    function: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> list[Tensor]:
     """Return the gradients of the tensors, without that of attention's mask."""
     with (
@@ -160,38 +160,38 @@ def _run_backward(
         # Weights stay in their memory.
         inputs = [(x.clone() if x.is_inference() else x).detach() for x in tensors]
         wanted = [tensor.requires_grad_() for tensor in (inputs[:3] if function is _attention else inputs)]
-        return [*torch.autograd.grad(function(inputs, others), wanted, [each.clone() for each in gradients])]
+        return [*torch.autograd.grad(function(inputs, numbers), wanted, [*map(torch.clone, gradients)])]
 
 
-def _empty_results(function: Any, tensors: Sequence[Tensor], others: Sequence[float]) -> list[Tensor]:
+def _empty_results(function: Any, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     if function is _attention:
         return [tensors[0].new_empty((*tensors[0].shape[:-1], tensors[2].shape[-1]))]
-    states, is_bidirectional = int(others[0]), others[3]
+    states, is_bidirectional = int(numbers[0]), numbers[3]
     width = tensors[1].shape[-1] * (2 if is_bidirectional else 1)
     made = tensors[0].new_empty((*tensors[0].shape[:-1], width))
     return [made, *(tensor.new_empty(tensor.shape) for tensor in tensors[1 : 1 + states])]
 
 
-def _empty_gradients(function: Any, gradients: Any, tensors: Sequence[Tensor], others: Any) -> list[Tensor]:
+def _empty_gradients(function: Any, gradients: Any, tensors: Sequence[Tensor], numbers: Any) -> list[Tensor]:
     wanted = tensors[:3] if function is _attention else tensors
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[0])
-    ctx.others = inputs[1]
+    ctx.numbers = inputs[1]
 
 
 def _backward_of(name: str, context: Any, gradients: Sequence[Tensor]) -> tuple[Any, None]:
     tensors = [*context.saved_tensors]
     backward = getattr(torch.ops.popengine, f"{name}_backward")
-    found = backward([*gradients], tensors, context.others)
-    return [*found, *[None] * (len(tensors) - len(found))], None
+    results = backward([*gradients], tensors, context.numbers)
+    return [*results, *[None] * (len(tensors) - len(results))], None
 
 
 for _name, _function in _FUSED.items():
-    LIBRARY.define(f"{_name}(Tensor[] tensors, float[] others) -> Tensor[]")
-    LIBRARY.define(f"{_name}_backward(Tensor[] gradients, Tensor[] tensors, float[] others) -> Tensor[]")
+    LIBRARY.define(f"{_name}(Tensor[] tensors, float[] numbers) -> Tensor[]")
+    LIBRARY.define(f"{_name}_backward(Tensor[] gradients, Tensor[] tensors, float[] numbers) -> Tensor[]")
     for _kind in ("CPU", "CUDA", "XPU"):
         LIBRARY.impl(_name, _function, _kind)
         LIBRARY.impl(f"{_name}_backward", functools.partial(_run_backward, _function), _kind)
@@ -210,14 +210,14 @@ class FusedFunctions(TorchFunctionMode):
     fused kernels. Layers with dropout inside, or a mask that is trained, are recorded as many operations."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = None
+        result, names = None, [name for name, layer in _RECURRENT.items() if layer is function]
         if function is functional.scaled_dot_product_attention:
-            found = _record_attention(*args, **(kwargs or {}))
-        elif name := next((name for name, each in _RECURRENT.items() if each is function), None):
-            found = _record_recurrent(name, *args)
+            result = _record_attention(*args, **(kwargs or {}))
+        elif names:
+            result = _record_recurrent(names[0], *args)
         elif function is functional.dropout:
-            found = _record_dropout(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {})) if found is None else found
+            result = _record_dropout(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {})) if result is None else result
 
 
 def _record_attention(
@@ -238,9 +238,9 @@ def _record_attention(
     tensors = [query, key, value, *([] if mask is None else [mask])]
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        tensors = [each.to(dtype) if each.is_floating_point() else each for each in tensors]
-    others = [float(is_causal), math.nan if scale is None else scale, float(enable_gqa)]
-    return torch.ops.popengine.attention(tensors, others)[0]
+        tensors = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    numbers = [float(is_causal), math.nan if scale is None else scale, float(enable_gqa)]
+    return torch.ops.popengine.attention(tensors, numbers)[0]
 
 
 def _record_dropout(
@@ -250,12 +250,12 @@ def _record_dropout(
     return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 and not inplace else None
 
 
-def _record_recurrent(name: str, data: Tensor, hidden: Any, weights: Any, *others: Any) -> Any:
+def _record_recurrent(name: str, data: Tensor, hidden: Any, weights: Any, *arguments: Any) -> Any:
     """Call the operation of a recurrent layer, with the arguments of torch's function; return None if it can't be used:
     for packed sequences, whose arguments are others, and with dropout between layers or autocast."""
-    if not isinstance(others[0], bool) or (others[2] and others[3]) or torch.is_autocast_enabled("cpu"):
+    has_biases, layers, dropout, train, *flags = arguments
+    if not isinstance(has_biases, bool) or (dropout and train) or torch.is_autocast_enabled("cpu"):
         return None
     states = [hidden] if isinstance(hidden, Tensor) else [*hidden]
-    kind = [len(states), others[0], others[1], others[4], others[5]]
-    found = getattr(torch.ops.popengine, name)([data, *states, *weights], [*map(float, kind)])
-    return tuple(found)
+    numbers = [float(number) for number in (len(states), has_biases, layers, *flags)]
+    return tuple(getattr(torch.ops.popengine, name)([data, *states, *weights], numbers))

@@ -56,7 +56,7 @@ class StepActions(NamedTuple):
     def last_of(self, stage: int) -> int | None:
         """Return the index of the last action of a stage, or of the next one with a backward; None in inference."""
         backwards = [(i, one.stage) for i, one in enumerate(self.actions) if one.phase != "F"]
-        return max(((-own, i) for i, own in backwards if own >= stage), default=(0, None))[1]
+        return max(((-later, i) for i, later in backwards if later >= stage), default=(0, None))[1]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _dualpipe_v_key(step: StepActions, action: Action, micro_batch: int) -> tupl
     return places.get((f"{action.phase}{half}", micro_batch), math.inf), micro_batch
 
 
-def _in_a_v(name: str, key: Callable[[StepActions, Action, int], tuple[float, ...]]) -> Order:
+def _v_order(name: str, key: Callable[[StepActions, Action, int], tuple[float, ...]]) -> Order:
     """Return an order for a V of stages: stages i and 2n - 1 - i of n ipus are on ipu i."""
     return Order(
         name,
@@ -197,8 +197,8 @@ ORDERS: dict[str, Order] = {
             in_flight=lambda step: 2 * step.width,
             cuts_backwards=True,
         ),
-        _in_a_v("zero-bubble-v", _v_key),
-        _in_a_v("dualpipe-v", _dualpipe_v_key),
+        _v_order("zero-bubble-v", _v_key),
+        _v_order("dualpipe-v", _dualpipe_v_key),
         # One micro-batch passes all stages before the next begins.
         Order(
             "sharded",
@@ -316,18 +316,18 @@ def timeline(
     tasks = [*product(range(len(actions)), range(micro_batches))]
     tasks.sort(key=lambda task: (order.key(step, actions[task[0]], task[1]), task[1], task[0]))
     index_of = {task: index for index, task in enumerate(tasks)}
-    edges = [[(edge.row, edge.behind) for edge in own if edge.behind is not None] for own in after]
-    needs = [[index_of[other, m - n] for other, n in edges[row] if n <= m] for row, m in tasks]
+    edges = [[(edge.row, edge.behind) for edge in edges if edge.behind is not None] for edges in after]
+    needs = [[index_of[earlier, m - n] for earlier, n in edges[row] if n <= m] for row, m in tasks]
     last: dict[int, int] = {}
     for index, ipu in ((index_of[task], actions[task[0]].ipu) for task in program):
         needs[index] += [last[ipu]] if ipu in last else []
         last[ipu] = index
-    each = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
+    durations = [float(costs[row]) if costs else 1.0 for row, _ in tasks]
     owners = [actions[row].ipu for row, _ in tasks]
     for ipu, cost in updates.items():
         needs.append([number for number in range(len(tasks)) if owners[number] == ipu])
-        each.append(cost)
-    return tasks, simulate(needs, each, cores or [*owners, *updates])
+        durations.append(cost)
+    return tasks, simulate(needs, durations, cores or [*owners, *updates])
 
 
 def step_duration(
@@ -349,16 +349,16 @@ def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int
 
     F2 is the forward of micro-batch 2; in a row with several stages B1.2 is the backward of stage 1 on micro-batch 2.
     """
-    tasks, found = timeline(actions, micro_batches, order, cores)
-    kind, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))
-    stages = {(device, actions[row].stage) for (row, _), device in zip(tasks, found.devices, strict=True)}
+    tasks, times = timeline(actions, micro_batches, order, cores)
+    device_name, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))
+    stages = {(device, actions[row].stage) for (row, _), device in zip(tasks, times.devices, strict=True)}
     shared = len(stages) > len({device for device, _ in stages})
-    cells = {device: [".."] * int(found.length) for device in devices}
-    for (row, m), device, start in zip(tasks, found.devices, found.starts, strict=True):
+    cells = {device: [".."] * int(times.length) for device in devices}
+    for (row, m), device, start in zip(tasks, times.devices, times.starts, strict=True):
         phase, stage, *_ = actions[row]
         cells[device][int(start)] = f"{phase}{stage}.{m}" if shared else f"{phase}{m}"
     width = max((len(cell) for row in cells.values() for cell in row), default=2)
     return "".join(
-        f"{kind} {device} | {' '.join(cell.ljust(width) for cell in row).rstrip()}\n"
+        f"{device_name} {device} | {' '.join(cell.ljust(width) for cell in row).rstrip()}\n"
         for device, row in cells.items()
     )

@@ -81,14 +81,14 @@ class Piece:
     @cached_property
     def functions(self) -> dict[tuple[str, bool], str]:
         """Return the name of each called function in the source, by (operation, whether it draws random numbers)."""
-        found: dict[tuple[str, bool], str] = {}
+        names: dict[tuple[str, bool], str] = {}
         for line in self.lines:
-            if line.call != GETITEM and (line.call, line.draw is not None) not in found:
+            if line.call != GETITEM and (line.call, line.draw is not None) not in names:
                 name = re.sub(r"\W", "_", line.call)
-                while name in found.values():
+                while name in names.values():
                     name += "_"
-                found[line.call, line.draw is not None] = name
-        return found
+                names[line.call, line.draw is not None] = name
+        return names
 
     @property
     def calls(self) -> tuple[str, ...]:

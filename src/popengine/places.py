@@ -15,10 +15,10 @@ _Access = tuple[str, int]
 
 def check_order(plan: Plan) -> None:
     """Raise Error if an edge between places has no message, or a read may come before its write."""
-    if found := uncovered_edges(plan) or unordered_reads(plan):
+    if faults := uncovered_edges(plan) or unordered_reads(plan):
         raise Error(
-            f"the table of this step has {len(found)} dependencies without a message or a path of edges:\n"
-            + "".join(f"  {line}\n" for line in found[:6])
+            f"the table of this step has {len(faults)} dependencies without a message or a path of edges:\n"
+            + "".join(f"  {line}\n" for line in faults[:6])
             + "  fix: compile the model again with this version; if the error stays, please report it"
         )
 
@@ -36,17 +36,17 @@ def copies_at(plan: Plan, place: Place) -> set[str]:
 def uncovered_edges(plan: Plan) -> list[str]:
     """Return the edges between places that no message covers, such as "F1 (ipu 1) waits for F0 (ipu 0), 0 behind".
     Only the edge of a receive to its send is covered."""
-    found = []
+    uncovered = []
     for task in plan.tasks:
         for edge in task.after:
-            other = plan.tasks[edge.row]
-            here, there = plan.places.get(task.ipu), plan.places.get(other.ipu)
+            awaited = plan.tasks[edge.row]
+            here, there = plan.places.get(task.ipu), plan.places.get(awaited.ipu)
             if here is None or there is None or here == there:
                 continue
-            is_message = (task.kind, other.kind, edge.behind) == ("receive", "send", 0)
-            if not is_message or plan.places[other.instructions[0].peer] != here:
-                found.append(f"{_text(task)} waits for {_text(other)}, {edge.behind} behind")
-    return found
+            is_message = (task.kind, awaited.kind, edge.behind) == ("receive", "send", 0)
+            if not is_message or plan.places[awaited.instructions[0].peer] != here:
+                uncovered.append(f"{_text(task)} waits for {_text(awaited)}, {edge.behind} behind")
+    return uncovered
 
 
 def unordered_reads(plan: Plan) -> list[str]:
@@ -57,17 +57,17 @@ def unordered_reads(plan: Plan) -> list[str]:
     readers = defaultdict[tuple[Place, _Access], list[int]](list)
     for row, task in enumerate(plan.tasks):
         place = plan.places.get(task.ipu, Place())
-        for access in _writes(plan, task):
+        for access in _values_written(plan, task):
             writers[place, access].append(row)
-        for access in _reads(plan, task):
+        for access in _values_read(plan, task):
             readers[place, access].append(row)
-    found = []
+    races = []
     for (place, (name, behind)), rows in readers.items():
         made = writers[place, (name, behind)][:1]  # ipus of a place load an input once
         for writer in made:
             first = writer + size * (not behind and plan.tasks[writer].index == "micro_batch")
             late = (row for row in rows if row != writer and not before[size + row] >> first & 1)
-            found += (
+            races += (
                 f"{_text(plan.tasks[row])} reads {name}, which {_text(plan.tasks[writer])} writes"
                 for row in late
             )
@@ -75,8 +75,8 @@ def unordered_reads(plan: Plan) -> list[str]:
         for name in task.frees:
             users = readers[plan.places.get(task.ipu, Place()), (name, 0)]
             late = (user for user in users if user != row and not before[size + row] >> size + user & 1)
-            found += (f"{_text(plan.tasks[user])} reads {name}, which {_text(task)} frees" for user in late)
-    return found
+            races += (f"{_text(plan.tasks[user])} reads {name}, which {_text(task)} frees" for user in late)
+    return races
 
 
 def _tasks_before(plan: Plan) -> dict[int, int]:
@@ -94,7 +94,7 @@ def _tasks_before(plan: Plan) -> dict[int, int]:
     return before
 
 
-def _reads(plan: Plan, task: Task) -> Iterator[_Access]:
+def _values_read(plan: Plan, task: Task) -> Iterator[_Access]:
     """Yield what a row of a micro-batch reads."""
     partition = plan.partition
     if task.kind in ("send", "sum") and task.index == "micro_batch":
@@ -104,7 +104,7 @@ def _reads(plan: Plan, task: Task) -> Iterator[_Access]:
         yield name, int(is_buffer and not partition.is_of_micro_batch(name, task.piece))
 
 
-def _writes(plan: Plan, task: Task) -> Iterator[_Access]:
+def _values_written(plan: Plan, task: Task) -> Iterator[_Access]:
     """Yield what a row writes at its place: values of a micro-batch, received weights, and next values of buffers."""
     partition = plan.partition
     slots = {slot.key: slot.name for slot in partition.signature.slots if slot.role == "buffer"}

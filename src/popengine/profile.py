@@ -267,8 +267,8 @@ def load(path: Path) -> Profile:
     if version < VERSION:
         raise fault(f"has version {version}, which recorded other things")
     try:
-        known = {entry.name: data[entry.name] for entry in fields(Profile) if entry.name in data}
-        return Profile(**{name: _parse_field(name, value) for name, value in known.items()})
+        names = [entry.name for entry in fields(Profile) if entry.name in data]
+        return Profile(**{name: _parse_field(name, data[name]) for name in names})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise fault(f"is damaged: {type(error).__name__}: {error}") from error
 

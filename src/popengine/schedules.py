@@ -12,12 +12,12 @@ from .table import actions
 def bounds_of_rows(plan: Plan, cores: int) -> Iterator[tuple[int, After]]:
     """Yield (row, edge) for each dependency by which the plan's order bounds memory, if `cores` cores share all ipus
     (0: each ipu is a device)."""
-    found, rows_of = actions(plan.tasks)
-    computing = [[row for row in own if plan.tasks[row].runs_piece] for own in rows_of]
-    step = StepActions(tuple(found), plan.micro_batches, cores)
-    for own, bounds in zip(computing, order_named(plan.order).all_bounds(step), strict=True):
-        for row in own:
-            if not any(edge.row in own and not edge.behind for edge in plan.tasks[row].after):
+    step_actions, rows_of = actions(plan.tasks)
+    computing = [[row for row in rows if plan.tasks[row].runs_piece] for rows in rows_of]
+    step = StepActions(tuple(step_actions), plan.micro_batches, cores)
+    for rows, bounds in zip(computing, order_named(plan.order).all_bounds(step), strict=True):
+        for row in rows:
+            if not any(edge.row in rows and not edge.behind for edge in plan.tasks[row].after):
                 yield from ((row, bound._replace(row=computing[bound.row][-1])) for bound in bounds)
 
 
@@ -37,17 +37,17 @@ class SimulatedStep(NamedTuple):
 def simulate_step(plan: Plan, ticks: Mapping[str, float]) -> SimulatedStep:
     """Return the figures of a plan's step in which a stage's F, B and W take `ticks`. A stage without B runs its whole
     backward in W, in the ticks of both."""
-    found, _ = actions(plan.tasks)
-    phases = {(action.phase, action.stage) for action in found}
+    step_actions, _ = actions(plan.tasks)
+    phases = {(action.phase, action.stage) for action in step_actions}
     costs = [
         ticks[action.phase] + (ticks["B"] if action.phase == "W" and ("B", action.stage) not in phases else 0)
-        for action in found
+        for action in step_actions
     ]
-    tasks, times = timeline(found, plan.micro_batches, order_named(plan.order), costs=costs)
+    tasks, times = timeline(step_actions, plan.micro_batches, order_named(plan.order), costs=costs)
     ipus = sorted(set(plan.partition.ipus))
     in_flight, most = Counter[int](), dict.fromkeys(ipus, 0)
     for number in times.order:
-        action = found[tasks[number][0]]
+        action = step_actions[tasks[number][0]]
         is_last = action.phase == ("W" if ("W", action.stage) in phases else "B")
         in_flight[action.ipu] += (action.phase == "F") - is_last
         most[action.ipu] = max(most[action.ipu], in_flight[action.ipu])

@@ -127,7 +127,7 @@ class ReplicaGroups:
 
     def members(self, replica: int) -> tuple[int, ...]:
         """Return the replicas in the group of `replica`, in ascending order."""
-        return tuple(other for other, group in enumerate(self.of) if group == self.of[replica])
+        return tuple(member for member, group in enumerate(self.of) if group == self.of[replica])
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -206,8 +206,8 @@ class Settings:
         """Return for each local replica of so many ipus by how many devices its ipus are behind those of replica 0: ipu
         i of replica r is on device r * ipus + i, modulo their number. () if all replicas are on the same devices."""
         replicas = range(self.counts.replicas if self.spreads and self.places and self.devices else 0)
-        found = tuple(replica * ipus % len(self.devices) for replica in replicas)
-        return found if any(found) else ()
+        shifts = tuple(replica * ipus % len(self.devices) for replica in replicas)
+        return shifts if any(shifts) else ()
 
     def sharing_replicas(self, key: str, replica: int) -> tuple[int, ...]:
         """Return the replicas that share a parameter with `replica`: its replica group, or all replicas."""

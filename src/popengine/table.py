@@ -94,12 +94,12 @@ def actions(tasks: Sequence[Task]) -> tuple[list[Action], list[list[int]]]:
         if task.phase:
             groups.setdefault((task.phase, task.stage), []).append(row)
     number_of = {row: number for number, rows in enumerate(groups.values()) for row in rows}
-    found = []
+    step_actions = []
     for number, ((phase, stage), rows) in enumerate(groups.items()):
         edges = [edge for row in rows if tasks[row].kind != "sum" for edge in tasks[row].after]
         # Rows without a phase are no actions: the weights that other ipus send at the begin of a step.
         edges = [edge for edge in edges if edge.behind is not None and edge.row in number_of]
         after = (After(number_of[edge.row], edge.behind) for edge in edges)
         after = dict.fromkeys(edge for edge in after if edge != After(number, 0))
-        found.append(Action(phase, stage, tasks[rows[0]].ipu, tuple(after)))
-    return found, list(groups.values())
+        step_actions.append(Action(phase, stage, tasks[rows[0]].ipu, tuple(after)))
+    return step_actions, list(groups.values())

@@ -78,9 +78,9 @@ def storage_id(value: Tensor) -> int:
     return value.untyped_storage()._cdata  # old
 
 
-def leaves_of(kind: type[T], value: Any) -> list[T]:
+def leaves_of(cls: type[T], value: Any) -> list[T]:
     """Return the leaves of this type in nested lists, tuples and dicts, in their order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, cls)]
 
 
 def spanned_elements(value: Tensor) -> int:
@@ -107,9 +107,9 @@ def hash_of_bits(value: Tensor) -> str:
     return hashlib.sha256(bits_of(value.detach().cpu()).numpy().data).hexdigest()
 
 
-def made_as(kind: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
+def made_as(cls: type[Tensor], value: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor of a class, such as `nn.Parameter`, with the memory of `value`."""
-    return torch.Tensor._make_subclass(kind, value, requires_grad)  # old
+    return torch.Tensor._make_subclass(cls, value, requires_grad)  # old
 
 
 def swap_tensors(one: Tensor, other: Tensor) -> None:
@@ -202,9 +202,9 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 STEP_HOOKS_OF_ALL = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
-def step_without_hooks(kind: type[Optimizer]) -> Callable[..., Any]:
+def step_without_hooks(cls: type[Optimizer]) -> Callable[..., Any]:
     """Return a torch class's `step` without the wrapper that calls hooks, for subclasses with a wrapper too."""
-    step: Any = kind.step
+    step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # 2.0
 
 
