@@ -106,7 +106,7 @@ def with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
 # it differs by kind of device.
 
 
-def _attention(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+def _run_attention(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     is_causal, scale, enable_gqa = numbers
     mask, factor = tensors[3] if len(tensors) > 3 else None, None if math.isnan(scale) else scale
     named: dict[str, Any] = {"scale": factor, "enable_gqa": bool(enable_gqa)}
@@ -114,7 +114,7 @@ def _attention(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tens
     return [functional.scaled_dot_product_attention(query, key, value, mask, 0.0, bool(is_causal), **named)]
 
 
-def _recurrent(function: Any, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+def _run_recurrent(function: Any, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     states, has_biases, layers, is_bidirectional, batch_first = map(int, numbers)
     hidden = tensors[1 : 1 + states] if states > 1 else tensors[1]
     flags = bool(has_biases), layers, 0.0, torch.is_grad_enabled(), bool(is_bidirectional), bool(batch_first)
@@ -143,8 +143,8 @@ def flatten_weights(call: str, weights: Sequence[Tensor], numbers: Sequence[floa
     return True
 
 
-_FUSED = {"attention": _attention} | {
-    n: functools.partial(_recurrent, function) for n, function in _RECURRENT.items()
+_FUSED = {"attention": _run_attention} | {
+    n: functools.partial(_run_recurrent, function) for n, function in _RECURRENT.items()
 }
 
 
@@ -159,12 +159,12 @@ def _run_backward(
     ):
         # Weights stay in their memory.
         inputs = [(x.clone() if x.is_inference() else x).detach() for x in tensors]
-        wanted = [tensor.requires_grad_() for tensor in (inputs[:3] if function is _attention else inputs)]
+        wanted = [x.requires_grad_() for x in (inputs[:3] if function is _run_attention else inputs)]
         return [*torch.autograd.grad(function(inputs, numbers), wanted, [*map(torch.clone, gradients)])]
 
 
 def _empty_results(function: Any, tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
-    if function is _attention:
+    if function is _run_attention:
         return [tensors[0].new_empty((*tensors[0].shape[:-1], tensors[2].shape[-1]))]
     states, is_bidirectional = int(numbers[0]), numbers[3]
     width = tensors[1].shape[-1] * (2 if is_bidirectional else 1)
@@ -173,16 +173,16 @@ def _empty_results(function: Any, tensors: Sequence[Tensor], numbers: Sequence[f
 
 
 def _empty_gradients(function: Any, gradients: Any, tensors: Sequence[Tensor], numbers: Any) -> list[Tensor]:
-    wanted = tensors[:3] if function is _attention else tensors
+    wanted = tensors[:3] if function is _run_attention else tensors
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[0])
     ctx.numbers = inputs[1]
 
 
-def _backward_of(name: str, context: Any, gradients: Sequence[Tensor]) -> tuple[Any, None]:
+def _call_backward(name: str, context: Any, gradients: Sequence[Tensor]) -> tuple[Any, None]:
     tensors = [*context.saved_tensors]
     backward = getattr(torch.ops.popengine, f"{name}_backward")
     results = backward([*gradients], tensors, context.numbers)
@@ -200,8 +200,8 @@ for _name, _function in _FUSED.items():
     torch.library.register_fake(
         f"popengine::{_name}_backward", _partial(_empty_gradients, _function), lib=LIBRARY
     )
-    _backward = _partial(_backward_of, _name)
-    torch.library.register_autograd(f"popengine::{_name}", _backward, setup_context=_save, lib=LIBRARY)
+    _backward = _partial(_call_backward, _name)
+    torch.library.register_autograd(f"popengine::{_name}", _backward, setup_context=_save_inputs, lib=LIBRARY)
 FUSED_CALLS = tuple(f"popengine.{name}{end}.default" for name in _FUSED for end in ("", "_backward"))
 
 

@@ -352,11 +352,11 @@ def draw(actions: Sequence[Action], micro_batches: int, order: Order, cores: int
     tasks, times = timeline(actions, micro_batches, order, cores)
     device_name, devices = ("core", range(cores)) if cores else ("ipu", sorted({a.ipu for a in actions}))
     stages = {(device, actions[row].stage) for (row, _), device in zip(tasks, times.devices, strict=True)}
-    shared = len(stages) > len({device for device, _ in stages})
+    is_shared = len(stages) > len({device for device, _ in stages})
     cells = {device: [".."] * int(times.length) for device in devices}
     for (row, m), device, start in zip(tasks, times.devices, times.starts, strict=True):
         phase, stage, *_ = actions[row]
-        cells[device][int(start)] = f"{phase}{stage}.{m}" if shared else f"{phase}{m}"
+        cells[device][int(start)] = f"{phase}{stage}.{m}" if is_shared else f"{phase}{m}"
     width = max((len(cell) for row in cells.values() for cell in row), default=2)
     return "".join(
         f"{device_name} {device} | {' '.join(cell.ljust(width) for cell in row).rstrip()}\n"

@@ -76,7 +76,7 @@ def capture(
     fake, dropped = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
     shelves = Shelves(module)
     record = partial(
-        _record, module, forward, samples, fake, training, device, given, beside, arguments, shelves
+        _record_forward, module, forward, samples, fake, training, device, given, beside, arguments, shelves
     )
     with shelves.restored():
         recorded = first = record({})
@@ -115,7 +115,7 @@ class _RecordedForward:
     made: list[tuple[MadeBuffer, Tensor | None]]  # with the values of constants
 
 
-def _record(
+def _record_forward(
     module: nn.Module,
     forward: Callable[[list[Tensor]], Sequence[Tensor]],
     samples: Sequence[Tensor],

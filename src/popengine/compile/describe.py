@@ -88,7 +88,7 @@ def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
             ],
         },
         blocks=tuple(_profiled_blocks(plan, graph)),
-        operations=tuple(_operations(plan, graph)),
+        operations=tuple(_profiled_operations(plan, graph)),
         tasks=sized_tasks(plan, graph),
         schedule=tuple(schedule),
     )
@@ -125,7 +125,7 @@ def _sizes_of_values(plan: Plan, graph: Graph) -> dict[str, int]:
     return slots | sizes | {name + AGAIN: size for name, size in sizes.items()}
 
 
-def _operations(plan: Plan, graph: Graph) -> Iterator[Operation]:
+def _profiled_operations(plan: Plan, graph: Graph) -> Iterator[Operation]:
     """Yield the operations of each row that runs a piece, in their order."""
     partition = plan.partition
     memories = _memory_of_values(graph)

@@ -28,7 +28,7 @@ _CAST = torch.ops.aten._to_copy.default
 NO_STAGE = -1
 BUCKET = 4 << 20  # bytes of gradients that processes exchange together, roughly
 MANY = 64 << 20  # bytes of a model's gradients: from here on they are added to their sums bucket by bucket
-_CLOSE = 4  # lines: one cut serves buffers that are read within this distance
+_CUT_DISTANCE = 4  # lines: one cut serves buffers that are read within this distance
 AGAIN = "_again"  # the end of the name of a value that a backward piece recomputes
 CHECKPOINT = "poptorch.recomputation_checkpoint.default"  # recomputation keeps the result of this operation
 
@@ -270,13 +270,13 @@ def _cut_indices(piece: Piece, chained: frozenset[str], sizes: Mapping[str, int]
     in `chained` (one cut for close reads), and where gradients, with these `sizes`, fill a `BUCKET`."""
     indices: set[int] = set()
     seen: set[str] = set()
-    latest, size = -_CLOSE, 0
+    latest, size = -_CUT_DISTANCE, 0
     for index, line in enumerate(piece.lines):
         if line.call == GATHER:
             indices |= {index, index + 1}
         new = chained.intersection(line.operands()) - seen
         seen |= new
-        if new and index - latest >= _CLOSE:
+        if new and index - latest >= _CUT_DISTANCE:
             latest = index
             indices.add(index)
         size += sizes.get(line.name, 0) if line.name in piece.writes else 0

@@ -113,14 +113,14 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
 def _stage_ipus(visits: Sequence[Visit], numbers: list[int], strategy: Strategy) -> dict[int, int]:
     """Return the ipu of each stage: n of Stage(...).ipu(n), else a block's ipu_id, else the stage's own number.
     Raise BlockError if blocks of one stage (where ipus take turns: uses of one block) name different ipus."""
-    in_turns = order_named(strategy.order).placement == "turns"
+    takes_turns = order_named(strategy.order).placement == "turns"
     first_named, ipu_of = dict[Any, tuple[int, str]](), dict[int, int]()
     for visit, number in zip(visits, numbers, strict=True):
         ipu = _named_ipu(visit, number, strategy)
         if ipu is None:
             continue
         ipu_of.setdefault(number, ipu)
-        before, where = first_named.setdefault(visit.name if in_turns else number, (ipu, visit.where))
+        before, where = first_named.setdefault(visit.name if takes_turns else number, (ipu, visit.where))
         if before != ipu:
             raise BlockError(
                 f"stage {number} can't be on ipu {before} and on ipu {ipu}\n"

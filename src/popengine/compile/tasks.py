@@ -207,7 +207,7 @@ class _TableWriter:
             if kept := self._kept_buffers(piece, place):
                 slots = [self.buffers[key] for _, key in kept]
                 here = [ipu for ipu in self.slots if self.place[ipu] == place]
-                (keep,) = _instruction_if_any("keep", kept)
+                (keep,) = _instruction_list("keep", kept)
                 ipu = self.keeper[slots[0], place]
                 send = self._append_send(task, keep.names, ipu, f"{piece} buffers", [self.row_of[number]])
                 readers = chain(*(self.readers.get((slot, ipu), ()) for slot in slots for ipu in here))
@@ -218,7 +218,7 @@ class _TableWriter:
             gradients = self._gradients_of(piece, place)
             for ipu in dict.fromkeys(ipu for *_, ipu in gradients):
                 pairs = [(name, key) for name, key, holder in gradients if holder == ipu]
-                (added,) = _instruction_if_any("accumulate", pairs)
+                (added,) = _instruction_list("accumulate", pairs)
                 send = self._append_send(task, added.names, ipu, f"{piece} gradients", [self.row_of[number]])
                 received = self._append_receive(send, task)
                 after = After(received), After(len(self.rows), 1)
@@ -248,19 +248,19 @@ class _TableWriter:
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
-    def _graph_results_of(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
+    def _results_written_by(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
         """Return (name, key) of each result of the graph, of one of `kinds`, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 
     def _kept_buffers(self, piece: Piece, place: Place) -> list[tuple[str, str]]:
         """Return (name, key) of each next value of a buffer that a piece computes and a place keeps."""
-        written = self._graph_results_of(piece, "buffer")
+        written = self._results_written_by(piece, "buffer")
         return [(name, key) for name, key in written if (self.buffers[key], place) in self.keeper]
 
     def _gradients_of(self, piece: Piece, place: Place) -> list[tuple[str, str, int]]:
         """Return (name, key, the weight's ipu) of each gradient of a piece, for the weights that a place holds."""
         slot_of = {key: name for name, key in self.trained.items()}
-        gradients = [(n, k, self.holder[slot_of[k]]) for n, k in self._graph_results_of(piece, "gradient")]
+        gradients = [(n, k, self.holder[slot_of[k]]) for n, k in self._results_written_by(piece, "gradient")]
         return [gradient for gradient in gradients if self.place[gradient[2]] == place]
 
     def _add_piece(self, number: int) -> None:
@@ -289,8 +289,8 @@ class _TableWriter:
         is_silent = all(call.startswith(("aten.", "prims.")) for call in piece.calls)
         if self.settings.finite_checks or not is_silent:
             after.append(After(row, 1))
-        stores = _instruction_if_any("store", self._graph_results_of(piece, "output", "input"))
-        sums = _instruction_if_any("accumulate", [(n, key) for n, key, _ in self._gradients_of(piece, here)])
+        stores = _instruction_list("store", self._results_written_by(piece, "output", "input"))
+        sums = _instruction_list("accumulate", [(n, key) for n, key, _ in self._gradients_of(piece, here)])
         sums += stores if self.adds_outputs else []
         body, freed = self._instructions_of_piece(number, [] if self.adds_outputs else stores)
         instructions = (*body, *(() if sums else freed))
@@ -299,7 +299,7 @@ class _TableWriter:
             if name in self.inputs:
                 self.loader.setdefault((name, here), row)
         self.source.update(((name, here), row) for name in piece.writes)
-        buffers = (self.buffers[key] for _, key in self._graph_results_of(piece, "buffer"))
+        buffers = (self.buffers[key] for _, key in self._results_written_by(piece, "buffer"))
         self.writer.update(((slot, here), row) for slot in buffers)
         if sums:
             task = replace(task, kind="sum", after=(After(row), After(row + 1, 1)))
@@ -318,10 +318,10 @@ class _TableWriter:
         loads = [(n, inputs[n]) for n in piece.reads if n in inputs and readers[n][0] == number]
         last = (n for n in piece.reads if partition.is_of_micro_batch(n, number) and readers[n][-1] == number)
         done = tuple(n for n in piece.writes if n in self.fixed or readers[n][-1] <= number)
-        instructions = [*self.receives.get(number, ()), *_instruction_if_any("load", loads)]
+        instructions = [*self.receives.get(number, ()), *_instruction_list("load", loads)]
         instructions.append(Instruction("compute", tuple(last), piece=number))
         instructions += self._local_sends([n for n in piece.writes if n in partition.makers], ipu, str(piece))
-        instructions += [*_instruction_if_any("keep", self._kept_buffers(piece, self.place[ipu])), *stores]
+        instructions += [*_instruction_list("keep", self._kept_buffers(piece, self.place[ipu])), *stores]
         return instructions, [Instruction("free", done)] if done else []
 
     def _add_frees(self) -> None:
@@ -397,7 +397,7 @@ class _TableWriter:
         return After(self._append(Task(kind, index="step", after=tuple(after), once=True, **fields)))
 
 
-def _instruction_if_any(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
+def _instruction_list(kind: InstructionKind, pairs: Sequence[tuple[str, str]]) -> list[Instruction]:
     """Return [an instruction for the (name, key) pairs], or [] without pairs."""
     names, keys = tuple(name for name, _ in pairs), tuple(key for _, key in pairs)
     return [Instruction(kind, names, keys)] if pairs else []

@@ -95,13 +95,13 @@ class ResultBuffer:
         self.started[start : start + count] = [now] * count
         self.finished[start : start + count] = [perf_counter()] * count
 
-    def copy_to_host(self, narrow: bool = True) -> Tensor:
-        """Return a copy of all rows on the CPU, `_as_32_bit` if `narrow`, and concatenated in dimension 0. 0-d rows
+    def copy_to_host(self, is_narrowed: bool = True) -> Tensor:
+        """Return a copy of all rows on the CPU, `_as_32_bit` if `is_narrowed`, concatenated in dimension 0. 0-d rows
         become one tensor of shape [rows], or 0-d if there is only one row."""
         with torch.inference_mode(False):  # the user may write to it
             # Pinned memory is rounded up, and never given back.
             values = self.values.clone() if self.values.is_pinned() else self.values.cpu()
-        if narrow and values.dtype in _NARROWED:
+        if is_narrowed and values.dtype in _NARROWED:
             values = _as_32_bit(values)
         if values.dim() == 1:
             return values.reshape(()) if len(values) == 1 else values

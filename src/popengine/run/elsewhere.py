@@ -59,10 +59,10 @@ class _WeightElsewhere:
                     "  fix: read it from model.state_dict(), which gathers all weights; or call copyWeightsToHost()"
                     " before, which fetches them until the next call. Call either in all instances"
                 )
-            return tree_map_only(Tensor, lambda x: x if is_elsewhere(x) else cls._view(x), result)
+            return tree_map_only(Tensor, lambda x: x if is_elsewhere(x) else cls._view_elsewhere(x), result)
 
     @classmethod
-    def _view(cls, value: Tensor) -> Tensor:
+    def _view_elsewhere(cls, value: Tensor) -> Tensor:
         view_class = _class_elsewhere(Tensor, cls.key)
         return made_as(view_class, value, value.requires_grad) if value.is_meta else value
 
@@ -89,7 +89,7 @@ def _class_elsewhere(cls: type[Tensor], key: str) -> type[Tensor]:
     return type(cls)(cls.__name__, (_WeightElsewhere, cls), {"holder_class": cls, "key": key})
 
 
-_MARK = "_pando_mark"  # an attribute of weights
+_MARK_ATTRIBUTE = "_pando_mark"  # an attribute of weights
 
 
 class Mark:
@@ -122,11 +122,11 @@ class Mark:
 
 
 def mark_of(weight: Tensor) -> Mark | None:
-    return getattr(weight, _MARK, None)
+    return getattr(weight, _MARK_ATTRIBUTE, None)
 
 
 def set_mark(weight: Tensor, mark: Mark) -> None:
-    setattr(weight, _MARK, mark)
+    setattr(weight, _MARK_ATTRIBUTE, mark)
 
 
 def version_of(weight: Tensor) -> int:

@@ -139,7 +139,7 @@ class Engine:
             worker.state.bind()
         name = f"call {commit.complete_calls + 1} of the run"
         if self._group is not None:
-            self._group.barrier(name, self._with_changes(self._fingerprint(hyper, inputs)))
+            self._group.barrier(name, self._with_changes(self._call_fingerprint(hyper, inputs)))
             train_state.confirm_changes()
         steps = self.settings.counts.iterations if self.settings.training else 1
         wait, threads = self.queue.wait_until_idle, torch.get_num_threads()
@@ -174,7 +174,7 @@ class Engine:
             batches.append(with_aligned_micro_batches(batch) if is_read_here else batch)
         return batches
 
-    def _fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
+    def _call_fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
         """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
         in those of a replica."""
         seed, step = self.train_state.random_state

@@ -21,9 +21,10 @@ from .devices import CPU
 from .state import Unit
 
 # Automatic loss scaling keeps half precision gradients large, but within their range: the loss scale doubles if
-# at most `_SHARE` of the gradients' elements are large, and otherwise halves.
-_LARGE = 0.125 * torch.finfo(torch.float16).max  # an element above it, before the division by the loss scale
-_SHARE = 1e-7
+# at most `_MAX_LARGE_SHARE` of the gradients' elements are large, and otherwise halves.
+# An element is large above this value, before the division by the loss scale.
+_LARGE_ELEMENT = 0.125 * torch.finfo(torch.float16).max
+_MAX_LARGE_SHARE = 1e-7
 
 
 @dataclass(eq=False)
@@ -100,7 +101,7 @@ def choose_loss_scale(step: StepGradients) -> None:
     """Double or halve the loss scale of the next step. If a gradient is not finite, the step updates no weight."""
     values, counts = [*step.counted.values()], []
     for value in values:
-        is_large = value.abs() > _LARGE / step.loss_scale
+        is_large = value.abs() > _LARGE_ELEMENT / step.loss_scale
         counts.append(torch.stack([is_large.sum(), value.isfinite().sum()]).to(step.device))
     # The host waits once for an accelerator.
     large, finite = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
@@ -108,7 +109,7 @@ def choose_loss_scale(step: StepGradients) -> None:
     seen = step.sum_over_processes(torch.tensor([total, large, total - finite]))
     elements, large, not_finite = seen.tolist()
     step.is_applied = not not_finite
-    step.loss_factor = 2.0 if not not_finite and large <= _SHARE * elements else 0.5
+    step.loss_factor = 2.0 if not not_finite and large <= _MAX_LARGE_SHARE * elements else 0.5
 
 
 def find_overflow(step: StepGradients) -> None:

@@ -17,7 +17,7 @@ from .instances.connections import Message, Tag, TorchThread
 from .instances.process_group import ProcessGroup
 
 MessageKey = tuple[str, int, int]  # the channel, the index (micro-batch) of the row that sends, the replica
-_WHAT = "values of another ipu"  # the purpose of waits, for warnings
+_PURPOSE = "values of another ipu"  # the purpose of waits, for warnings
 _FIRST_TAG = 1000  # above those of `Tag`
 
 
@@ -124,7 +124,7 @@ class ProcessMailbox:
         """Free the memory of each message once it is sent: the function of a thread. Gloo has no test for that."""
         try:
             while (sent := sending.get()) is not None:
-                self._group.wait(sent[:1], _WHAT)
+                self._group.wait(sent[:1], _PURPOSE)
                 del sent
         except BaseException as error:  # whatever it is, `_finish_sends` raises it
             failures.append(error)
@@ -140,7 +140,7 @@ class ProcessMailbox:
 
     def _receive_message(self, peer: int, tag: int) -> tuple[MessageKey, list[Tensor]]:
         header = torch.empty(self._header_size, dtype=torch.uint8)
-        self._group.wait([self._group.receive(header, peer, tag)], _WHAT)
+        self._group.wait([self._group.receive(header, peer, tag)], _PURPOSE)
         key, forms = json.loads(header.numpy().tobytes())
         values, begun = list[Tensor](), list[Message]()
         for dtype, shape, stride, start, size in forms:
@@ -148,7 +148,7 @@ class ProcessMailbox:
             values.append(memory.as_strided(shape, stride, start))
             if size:
                 begun.append(self._group.receive(memory[start:].view(torch.uint8), peer, tag))
-        self._group.wait(begun, _WHAT)
+        self._group.wait(begun, _PURPOSE)
         return tuple(key), values
 
     def begin_receive(self, key: MessageKey, wake: Callable[[], None]) -> bool:

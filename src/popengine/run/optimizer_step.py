@@ -25,7 +25,7 @@ logger = logging.getLogger("poptorch::python")
 _warned = weakref.WeakSet[Any]()  # optimizers of which `warn_of_a_step` has warned
 _HALF = (torch.float16, torch.bfloat16)
 # Optimizers that only read gradients, except with Nesterov's momentum.
-_READING = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD)
+_READERS = (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD)
 
 
 def run_optimizer_step(
@@ -50,7 +50,7 @@ def run_optimizer_step(
     kept_rates = [dict(group) for group in groups]
     is_narrow = bool(state_types) or any(value.dtype in _HALF for value in updated.values())
     step = library_step_of(optimizer)
-    may_write = step is None or not isinstance(optimizer, _READING) or any(g.get("nesterov") for g in groups)
+    may_write = step is None or not isinstance(optimizer, _READERS) or any(g.get("nesterov") for g in groups)
     unfused = list[Any]()
     # Outside of inference mode, as in a plain loop: else new states and weights could not be written there.
     with torch.inference_mode(False), torch.set_grad_enabled(step is None):

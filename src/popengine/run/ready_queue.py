@@ -101,7 +101,7 @@ class StepTasks:
             before.append({number_of[key] for key in awaited if key in number_of})
         receives = (n for n, task in enumerate(self.all) if plan.tasks[task.row].kind == "receive")
         self.receives = {*receives} if workers[0].mail is not None else set()  # of other processes' messages
-        for earlier, later in pairwise(self._exchanges(workers[0])):
+        for earlier, later in pairwise(self._ordered_gathers(workers[0])):
             before[number_of[later]].add(number_of[earlier])
         # In which one thread runs the tasks. Raises Error for an order that never ends.
         self.order = simulate(before, [1.0] * len(before), devices=1).order
@@ -123,7 +123,7 @@ class StepTasks:
         action = self._step.actions[self._action_of[task.row]]
         return row.kind != "sum", self._order.key(self._step, action, task.index), position
 
-    def _exchanges(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
+    def _ordered_gathers(self, rows: RowFunctions) -> list[tuple[int, int, int]]:
         """Return (row, micro-batch, replica) of the gathers over processes, in the one order of all processes."""
         kinds = enumerate(task.kind for task in self._plan.tasks)
         gathers = {row for row, kind in kinds if kind == "gather" and rows.communicates(row)}

@@ -223,7 +223,7 @@ class RowFunctions:
                 with self._checks():
                     made = codes[number](values)
             except Exception as error:
-                raise self._run_error(error, task, micro_batch, replica) from None
+                raise self._error_of_piece(error, task, micro_batch, replica) from None
             frame.update(zip(piece.writes, made, strict=True))
             del made
             for name, slot in slots:  # new tensors, because later backwards still read the old ones
@@ -244,7 +244,7 @@ class RowFunctions:
             return _FRAME
         return _BUFFER if name in self._changed else _STATE
 
-    def _run_error(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
+    def _error_of_piece(self, error: Exception, task: ir.Task, micro_batch: int, replica: int) -> Error:
         """Return the error for a failed piece: stage, ipu, user's line, cause, and which weights remain."""
         piece, commit = self.plan.partition.pieces[task.piece], self.state.train_state.commit
         left = "the weights are as they were before the call"

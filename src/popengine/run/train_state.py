@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OptimizerState = dict[str, Tensor]
 
-_CONFIRMED = "_pando_confirmed"  # an attribute of optimizers: `state`, when it was equal in all processes
+_CONFIRMED_ATTRIBUTE = "_pando_confirmed"  # of optimizers: `state`, when it was equal in all processes
 
 
 class TrainState:
@@ -129,7 +129,7 @@ class TrainState:
                 if not is_elsewhere(parameters[key]):
                     self.optimizer.state[parameters[key]] = copy.deepcopy(saved) if copies else dict(saved)
             if not copies:
-                vars(self.optimizer)[_CONFIRMED] = self.optimizer.state
+                vars(self.optimizer)[_CONFIRMED_ATTRIBUTE] = self.optimizer.state
                 self._in_file = taken - state["optimizer"].keys()
         self.random_state = state.get("random", self.random_state)
         self.loss_factor.fill_(state.get("loss_factor", self.loss_factor))
@@ -184,7 +184,7 @@ class TrainState:
     @property
     def has_state_of_calls(self) -> bool:
         """Return whether the optimizer's state is that which calls change: the program has not loaded another one."""
-        return vars(self.optimizer).get(_CONFIRMED) is self.optimizer.state
+        return vars(self.optimizer).get(_CONFIRMED_ATTRIBUTE) is self.optimizer.state
 
     # ---- what processes compare ----------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class TrainState:
         """Note that weights and optimizer state are equal in all processes: after a barrier and after a call. Free the
         weights that only other processes hold, and their state. Raises Error if autograd uses such a weight."""
         optimizer = self.optimizer
-        vars(optimizer)[_CONFIRMED] = optimizer.state
+        vars(optimizer)[_CONFIRMED_ATTRIBUTE] = optimizer.state
         for key, value in self.find_weights().items() if self._holders else ():
             mark = mark_of(value)
             if mark is None:

@@ -53,7 +53,7 @@ _WRAPPERS = (types.MethodType, staticmethod, classmethod, partial, functools.par
 _VIEWS: dict[type, Callable[[Any], Any]] = {cls: bytes for cls in (bytearray, memoryview, array.array)}
 _VIEWS |= {set: frozenset, numpy.ndarray: numpy.copy}
 _CONTAINERS = (dict, list, tuple, deque, types.MappingProxyType)
-_HELD = (*_CONTAINERS, types.SimpleNamespace)  # of which all items are noted
+_ITEM_CONTAINERS = (*_CONTAINERS, types.SimpleNamespace)  # of which all items are noted
 _ITEM_READS = {len, tuple, *(cls.__getitem__ for cls in _CONTAINERS)}
 _PLAIN = (bool, int, float, complex, str, bytes, NoneType)
 
@@ -169,7 +169,7 @@ class Noting(TorchFunctionMode):
         kept, unused = list[Read](), set[Read]()
         for read in self.reads.all:
             used, parent = {WHOLE}, read.parent
-            if parent is not None and isinstance(parent.value, _HELD):
+            if parent is not None and isinstance(parent.value, _ITEM_CONTAINERS):
                 used = uses.get(parent.path.rpartition(".")[2], used)
             if read.parent in unused or (not used and read.get in _ITEM_READS):
                 unused.add(read)
@@ -320,7 +320,7 @@ class Noting(TorchFunctionMode):
         """Note the content of the value of a read."""
         cls = type(value)
         view = next((view for viewed, view in _VIEWS.items() if isinstance(value, viewed)), None)
-        read.is_content = view is not None or isinstance(value, (*_HELD, *_WRAPPERS))
+        read.is_content = view is not None or isinstance(value, (*_ITEM_CONTAINERS, *_WRAPPERS))
         if view is not None:
             self.reads.all.append(Read(read.path, _identity, value, parent=read, locate=_identity, view=view))
             for item in value if isinstance(value, set) else ():
@@ -355,11 +355,11 @@ class Noting(TorchFunctionMode):
     ) -> None:
         """Note the items of a container, of the value of the read `parent`; `locate` finds it there."""
         part = partial(Read, path, parent=parent, locate=locate, where=user_line() if container else "")
-        mapping = isinstance(container, dict | types.MappingProxyType)
-        self.reads.all.append(part(tuple if mapping and container else len, container))
+        is_mapping = isinstance(container, dict | types.MappingProxyType)
+        self.reads.all.append(part(tuple if is_mapping and container else len, container))
         # A subclass may make its items at each access.
         base: Any = next(cls for cls in _CONTAINERS if isinstance(container, cls))
-        items = base.items(container) if mapping else enumerate(base.__iter__(container))
+        items = base.items(container) if is_mapping else enumerate(base.__iter__(container))
         for key, _ in items:
             if not (dot and key in _NOT_NOTED):
                 name = f"{path}.{key}".lstrip(".") if dot else f"{path}[{key!r}]"

@@ -85,7 +85,7 @@ class Reads:
         if self._is_same():
             return True
         moved: dict[Read, Any] = {}
-        if next(self._differing(moved), None) is not None:
+        if next(self._changed_reads(moved), None) is not None:
             return False
         for read in self.all:
             read.args = _moved_args(read, moved)
@@ -95,9 +95,9 @@ class Reads:
 
     def changed(self) -> list[Read]:
         """Return the reads whose values have changed."""
-        return [*self._differing({})]
+        return [*self._changed_reads({})]
 
-    def _differing(self, moved: dict[Read, Any]) -> Iterator[Read]:
+    def _changed_reads(self, moved: dict[Read, Any]) -> Iterator[Read]:
         """Yield the reads with a different value. Add those with a new, equal object to `moved`, with the object."""
         for read in self.all:
             now = read.present(*_moved_args(read, moved))

@@ -15,7 +15,7 @@ from .user_code import TORCH, user_line
 
 # The errors that torch raises, subclasses first. The error that explains one has its class, too.
 _ERROR_CLASSES = (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError)
-_MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
+_PANDO_MODES = str(Path(__file__).parents[1])  # the capture's modes: their frames are between those of torch
 
 
 ROWS_DIFFER = "different numbers of rows"  # words of `given`, see `explaining_torch_errors`
@@ -116,7 +116,7 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         ).with_traceback(error.__traceback__) from None
     except _ERROR_CLASSES as error:
         *_, innermost = traceback.extract_tb(error.__traceback__)
-        is_raised_by_torch = innermost.filename.startswith((TORCH, _MODES)) or any(
+        is_raised_by_torch = innermost.filename.startswith((TORCH, _PANDO_MODES)) or any(
             words in str(error) for words in (_NUMPY, _SUBCLASS)
         )
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:

@@ -15,9 +15,9 @@ import torch
 
 TORCH = str(Path(torch.__file__).parent)
 PANDO = {"popengine", "poptorch", "popdist", "lightning_ipu", "lightning_graphcore"}
-_STANDARD = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
+_STANDARD_MODULES = sys.stdlib_module_names - {"__main__", "argparse", "collections", "types"}
 # Objects of these packages are not looked into. Pytest hooks imports, and so its code is called inside forward, too.
-OPAQUE = {*_STANDARD, *PANDO, "builtins", "torch", "numpy", "torchmetrics", "_pytest"}
+OPAQUE = {*_STANDARD_MODULES, *PANDO, "builtins", "torch", "numpy", "torchmetrics", "_pytest"}
 _LOOKED_INTO = ("torch.distributions", "torch.optim", "torch.utils.data")
 _LOADS_A_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM"}
 _APPENDING = {"append", "appendleft", "extend", "add", "insert"}

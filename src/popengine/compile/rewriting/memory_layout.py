@@ -22,12 +22,12 @@ _OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3} 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by number of dimensions
 _CONTIGUOUS = dict.fromkeys((3, 4, 5), torch.contiguous_format)
 # Their kernels for CPUs are vectorised over rows of pixels or over channels: 2 to 10 times as fast in channels_last.
-_OVER_CHANNELS = {
+_POOLING = {
     *(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
     *(aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default),
     *(aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default),
 }
-_FEW = 8  # channels: the float32 elements of the shortest vector register
+_MIN_CHANNELS = 8  # channels: the float32 elements of the shortest vector register
 _ANY_LAYOUT: dict[Any, Any] = {aten.view.default: Tensor.reshape, aten._unsafe_view.default: Tensor.reshape}
 
 
@@ -40,9 +40,9 @@ def in_wanted_layout(graph: Graph, wanted: str) -> tuple[Graph, str]:
 
 
 def _has_pooling(graph: Graph) -> bool:
-    """Return whether the graph pools or resizes images of `_FEW` or more channels."""
+    """Return whether the graph pools or resizes images of `_MIN_CHANNELS` or more channels."""
     return any(
-        node.target in _OVER_CHANNELS and node.all_input_nodes[0].meta["val"].shape[-3] >= _FEW
+        node.target in _POOLING and node.all_input_nodes[0].meta["val"].shape[-3] >= _MIN_CHANNELS
         for node in graph.code.nodes
     )
 
@@ -82,7 +82,7 @@ def _has_bug_in_channels_last(target: Any, args: Any) -> bool:
     if target is not aten.convolution_backward.default:
         return False
     weight, stride = args[2], args[4]
-    return weight.shape[1] < _FEW and all(size == 1 for size in weight.shape[2:]) and max(stride) > 1
+    return weight.shape[1] < _MIN_CHANNELS and all(size == 1 for size in weight.shape[2:]) and max(stride) > 1
 
 
 # ---- strides ----------------------------------------------------------------------------------------------

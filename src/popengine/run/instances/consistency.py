@@ -18,9 +18,9 @@ from ...torch_private import bits_of, hash_of_bits
 Fingerprint = Mapping[str, Mapping[str, str]]
 
 HEADER = 384  # bytes
-_SHOWN = 6  # differences that the error lists
-_LISTED = 8  # constants with more elements are shown as a hash
-_WIDTH = 120  # characters of a value that are shown
+_MAX_SHOWN = 6  # differences that the error lists
+_MAX_LISTED = 8  # constants with more elements are shown as a hash
+_MAX_WIDTH = 120  # characters of a value that are shown
 _BLOCK = 4096  # bytes
 
 
@@ -61,7 +61,7 @@ def describe_differences(
     """Return the error message for instances at different barriers or with different fingerprints."""
     if len(set(whats)) > 1:
         return (
-            f"the instances are at different places: {_values_by_instance(whats, ranks)}\n"
+            f"the instances are at different places: {_values_text(whats, ranks)}\n"
             "  why: all instances have to make the same calls, in the same order; one has made fewer, or more\n"
             "  fix: give each instance the same number of batches (poptorch.DataLoader does)"
         )
@@ -76,10 +76,10 @@ def describe_differences(
         " makes the first weights equal; load and write weights and optimizer state in all instances, after"
         " copyWeightsToHost() with functions that skip meta tensors"
     )
-    rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    rest = [f"and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else []
     return (
         f"the instances differ at {whats[0]}, so they would train apart:\n"
-        + "".join(f"  {line}\n" for line in [*lines[:_SHOWN], *rest])
+        + "".join(f"  {line}\n" for line in [*lines[:_MAX_SHOWN], *rest])
         + f"  nothing has changed in any instance\n  fix: {fix}"
     )
 
@@ -96,17 +96,17 @@ def _differing_lines(section: str, fingerprints: Sequence[Fingerprint], ranks: S
         values = [texts.get(name, "none") for texts in of_instances]
         if len(set(values)) > 1:
             called = name if section in ("options", "rates", "versions", "seed") else f"{section} of {name}"
-            lines.append(f"{called}: {_values_by_instance(values, ranks)}")
+            lines.append(f"{called}: {_values_text(values, ranks)}")
     return lines[:1] if section == "operation" else lines
 
 
-def _values_by_instance(values: Sequence[str], ranks: Sequence[int]) -> str:
+def _values_text(values: Sequence[str], ranks: Sequence[int]) -> str:
     """Return a text of the values and their instances, such as '3 in instances 0, 1; 4 in instance 2'."""
     ranks_of: dict[str, list[str]] = {}
     for rank, value in zip(ranks, values, strict=True):
         ranks_of.setdefault(value, []).append(str(rank))
     return "; ".join(
-        f"{value if len(value) <= _WIDTH else value[: _WIDTH - 3] + '...'} in"
+        f"{value if len(value) <= _MAX_WIDTH else value[: _MAX_WIDTH - 3] + '...'} in"
         f" instance{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
         for value, numbers in ranks_of.items()
     )
@@ -128,21 +128,21 @@ def fingerprint_of_plan(
     here = {name for names in plan.slots_at(Place(settings.counts.part)).values() for name in names}
     keys = (slot.key for slot in signature.slots if slot.role == "parameter" and slot.name in here)
     first = {key: weights[key] for key in keys if key in weights and not weights[key].is_meta}
-    constants = _constants(plan)
+    constants = _constant_texts(plan)
     code = repr((plan.tasks, constants)) + "".join(piece.source for piece in plan.partition.pieces)
     return {
         "versions": {"torch": torch.__version__, "Python": sys.version.split()[0]},
         "options": _flat_fields(dataclasses.replace(settings, counts=counts)),
         **forms,
         "constant": constants,
-        "operation": _operations(plan),
+        "operation": _operation_texts(plan),
         "plan": {"the step": _hash_of_bytes(code.encode())},
         "seed": {"random seed": str(seed)},
         "first value" + f"@part {settings.counts.part}" * bool(plan.places): hash_weights(first),
     }
 
 
-def _operations(plan: Plan) -> dict[str, str]:
+def _operation_texts(plan: Plan) -> dict[str, str]:
     """Return the source of each operation, by its location (text) in the user's code and the pieces."""
     return {
         f"{piece.user_line(number)}, line {number} of piece {index}": line.partition("; ")[0].strip()
@@ -152,13 +152,13 @@ def _operations(plan: Plan) -> dict[str, str]:
     }
 
 
-def _constants(plan: Plan) -> dict[str, str]:
+def _constant_texts(plan: Plan) -> dict[str, str]:
     """Return shape, dtype and values (or their hash) of each constant, by its name and the operation that reads it."""
     constants, texts = plan.partition.signature.constants, {}
     for line in (line for piece in plan.partition.pieces for line in piece.lines):
         for name in (name for name in line.operands() if name in constants):
             value = constants[name]
-            text = str(value.tolist()) if value.numel() <= _LISTED else hash_of_bits(value)[:12]
+            text = str(value.tolist()) if value.numel() <= _MAX_LISTED else hash_of_bits(value)[:12]
             described = f"{tuple(value.shape)} {value.dtype} {text}"
             texts[f"{name}, which {line.call} reads at {line.where}"] = described
     return texts

@@ -36,7 +36,7 @@ from .consistency import (
 
 _POLL_INTERVAL = 0.2  # seconds; an interrupt does not wake a thread that waits in torch
 _EXIT_TIMEOUT = 2.0  # seconds
-_READING = "the reading of "
+_PREFIX = "the reading of "  # of the names of reads
 
 T = TypeVar("T")
 
@@ -123,10 +123,10 @@ class ProcessGroup(Connections):
         while True:
             headers = self._all_gather_vectors(header, [HEADER] * self.size, Tag.BARRIER, what)
             if headers_are_equal(headers):
-                if not what.startswith(_READING):
+                if not what.startswith(_PREFIX):
                     self._kept.clear()
                 return
-            readings = [name for name in map(barrier_name, headers) if name.startswith(_READING)]
+            readings = [name for name in map(barrier_name, headers) if name.startswith(_PREFIX)]
             if not readings:
                 break
             if min(readings) == what:
@@ -142,7 +142,7 @@ class ProcessGroup(Connections):
         """Let peers read this instance's weights and optimizer state, held by a weak reference; return its name, for
         `read`. All instances must publish their states in the same order."""
         self._published += 1
-        name = f"{_READING}weights or state by state_dict(), which all instances must call; one may save it"
+        name = f"{_PREFIX}weights or state by state_dict(), which all instances must call; one may save it"
         name = f"{name} ({self._published})"
         self._states[name] = state
         return name
@@ -169,7 +169,7 @@ class ProcessGroup(Connections):
                 entries = self._states[name].entries(requested[peer])
             except BaseException as error:
                 why = "has let go of it" if isinstance(error, KeyError) else f"failed: {error}"
-                self.abort(f"was asked for its part of {name.removeprefix(_READING)}, and {why}")
+                self.abort(f"was asked for its part of {name.removeprefix(_PREFIX)}, and {why}")
                 raise self._new_error() from error
             plain = tree_map_only(Tensor, lambda x: x.detach().cpu().resolve_conj().resolve_neg(), entries)
             file = io.BytesIO()
