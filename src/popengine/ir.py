@@ -105,9 +105,7 @@ class Graph(Signature):
     # (number, object) of each object to which the code refers by a number.
     held: tuple[tuple[int, Any], ...] = field(default=(), repr=False)
     reads: Any = field(default=None, repr=False)  # `Reads`: what forward has read from Python
-    beside: Any = field(
-        default=None, repr=False
-    )  # what forward has yielded beside tensors: as `capture` is told
+    beside: Any = field(default=None, repr=False)  # values that forward returns beside tensors: see `capture`
 
     @property
     def signature(self) -> Signature:

@@ -46,7 +46,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
     """Return (memory, bytes) of each value, by name. Values that share memory have equal keys `memory`.
 
     A view of an input counts by its own size, since its storage is that of the whole batch. Weights, buffers, constants
-    and views of them are left out. 0 bytes: only a kernel knows the size (oneDNN's LSTM workspace).
+    and views of them are left out. 0 bytes: a kernel chooses the size (oneDNN's LSTM workspace).
     """
     values = _fake_tensors_by_name(graph.code.nodes)
     role_of = {storage_id(values[slot.name]): slot.role for slot in graph.slots}

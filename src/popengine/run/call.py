@@ -310,7 +310,7 @@ class Commit:
         call is to stop."""
         self.lock.acquire()
         self.state = "committed"
-        # Read after `state` is set, and `settle` sets it before it reads `state`: one of both threads sees the other.
+        # Read after `state` is set, and `settle` sets it before reading `state`, so one thread reads the other's value.
         if self.is_stopping:
             self.release()
             raise Stopped

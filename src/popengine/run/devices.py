@@ -117,7 +117,7 @@ def new_graph(device: torch.device) -> Any:
     return graph_class() if hasattr(graph_class, "register_generator_state") else None
 
 
-# Allocators of torch know one capture of a process at a time.
+# torch's allocators support one capture of a process at a time.
 _capture_lock = threading.Lock()
 
 
@@ -273,7 +273,8 @@ def copy_after(event: Any, source: Tensor, start: int, target: torch.device) -> 
     memory, which begins `start` elements before it. Work that this thread starts from now on waits for the copy."""
     sends, receives = _copy_streams(source.device, target)
     sends.wait_event(event)
-    with sends, receives:  # torch copies on `sends`, and lets it wait for `receives`, and that for the copy
+    # torch copies on `sends`, which waits for `receives`; then `receives` waits for the copy.
+    with sends, receives:
         memory = torch.empty(start + len(source), dtype=source.dtype, device=target)
         memory[start:].copy_(source, non_blocking=True)
     stream = current_stream(target)

@@ -40,7 +40,7 @@ def run_optimizer_step(
 
     Args:
         parameters: the optimizer's, by canonical name
-        gradients: of the parameters that are updated, by name; `step()` sees no gradient of the others
+        gradients: of the parameters that are updated, by name; all other parameters have none in `step()`
         state_types: of states that are kept in half precision, by the state's name
         seeds: of the stochastic rounding of weights in half precision, by name; without: to the nearest
     Raises: RunError, if `step()` failed and has written nothing; its own error, if it may have

@@ -33,7 +33,7 @@ class Draws:
     """The draws of one recording."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, str] = {}  # by the user's line, what it draws or asks for
+        self.lines: dict[str, str] = {}  # by the user's line: "random numbers" or "the time"
         # Generators with their states, and the user's lines.
         self._generators: list[tuple[Any, bytes, str]] = [(_NUMPY_STATE, pickle.dumps(_NUMPY_STATE), "")]
 

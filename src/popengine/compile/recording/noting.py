@@ -72,7 +72,7 @@ def _dictionary_of(value: Any) -> dict[str, Any]:
 
 class Noting(TorchFunctionMode):
     """A function mode that notes the reads of a forward. torch's own functions read nothing of the user's, and run
-    without the profile function that sees which functions are called."""
+    without the profile function that notes calls."""
 
     def __init__(self, module: nn.Module, shelves: Shelves) -> None:
         """`shelves` gets the globals, and the attributes of classes and of other modules, that forward may set."""
@@ -333,7 +333,7 @@ class Noting(TorchFunctionMode):
                 self._note_items(vars(value), value.__name__, read, vars, ".")
         elif isinstance(value, _WRAPPERS):
             self._note_parts(value, read)
-            if isinstance(value, _CACHED):  # it may know its result, and not run
+            if isinstance(value, _CACHED):  # it may return a cached result, and not run
                 self._caches.append((value, value.cache_info()))
                 self.note_functions([value.__wrapped__])
         elif isinstance(value, nn.Module):
