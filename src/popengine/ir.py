@@ -19,7 +19,7 @@ from .table import Index, Instruction, InstructionKind, Task, TaskKind
 __all__ = ["After", "Index", "Instruction", "InstructionKind", "Line", "Phase"]
 __all__ += ["Piece", "Task", "TaskKind", "Value"]
 Role = Literal["parameter", "buffer", "input", "constant", "loss_scale"]
-Key = Literal["output", "gradient", "buffer", "input"]
+ResultKind = Literal["output", "gradient", "buffer", "input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Result:
     """An output of a graph: a user's output, a gradient, or the next value of a buffer or input."""
 
     name: str  # of the node, or of the slot when it's passed through
-    kind: Key
+    kind: ResultKind
     key: str  # outputs and inputs: their position; gradients and buffers: the canonical name
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
-from ..ir import Graph, Key
+from ..ir import Graph, ResultKind
 from ..torch_private import (
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -171,7 +171,7 @@ def _record_forward(
     stored = [*fake_tensors_in(module), *shelves.stored_elsewhere()] if changed else []
     left = [(leftover, recorder.value_of(leftover.value)) for leftover in stored]
     made = [(buffer, recorder.value_of(buffer.value)) for buffer in stand_ins.made]
-    results: list[tuple[Key, str, fx.Node]] = [
+    results: list[tuple[ResultKind, str, fx.Node]] = [
         *(("output", str(i), recorder.node_of(value)) for i, value in enumerate(outputs)),
         *(("buffer", name, recorder.node_of(value)) for name, value in buffers.items()),
         *(("gradient", name, _without_copy(recorder.node_of(value))) for name, value in gradients.items()),

@@ -6,7 +6,7 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-from ..ir import After, Instruction, InstructionKind, Key, Partition, Piece, Plan, Slot, Task, TaskKind
+from ..ir import After, Instruction, InstructionKind, Partition, Piece, Plan, ResultKind, Slot, Task, TaskKind
 from ..schedules import bounds_of_rows
 from ..settings import Place, Settings
 from .partition import BUCKET
@@ -248,7 +248,7 @@ class _TableWriter:
 
     # ---- pieces --------------------------------------------------------------------------------------------
 
-    def _results_written_by(self, piece: Piece, *kinds: Key) -> list[tuple[str, str]]:
+    def _results_written_by(self, piece: Piece, *kinds: ResultKind) -> list[tuple[str, str]]:
         """Return (name, key) of each result of the graph, of one of `kinds`, that a piece writes."""
         return [(name, key) for kind, name, key in self.results if kind in kinds and name in piece.writes]
 

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional
 
 from ...errors import CaptureError
-from ...ir import Graph, Key, Result, Slot, Visit
+from ...ir import Graph, Result, ResultKind, Slot, Visit
 from ...operations import Body, with_strides
 from ...torch_private import DisableTorchFunction, FakeTensor, tree_leaves
 from ..partition import NO_STAGE, make_piece
@@ -217,14 +217,14 @@ def _is_random(node: fx.Node) -> bool:
 
 def make_functional_graph(
     recorder: GraphRecorder,
-    results: Sequence[tuple[Key, str, fx.Node]],
+    results: Sequence[tuple[ResultKind, str, fx.Node]],
     visits: tuple[Visit, ...],
     trained: set[str],
 ) -> Graph:
     """Return a functional `Graph` of the recorded operations, whose graph is changed in place. `results` are (kind,
     key, node) of each output and gradient; new values of buffers and inputs are added to them."""
     recorder.graph.output(tuple(node for _, _, node in results))
-    pairs: list[tuple[Key, str]] = [(kind, key) for kind, key, _ in results]
+    pairs: list[tuple[ResultKind, str]] = [(kind, key) for kind, key, _ in results]
     fresh = recorder.fresh
     if any(map(is_write, recorder.graph.nodes)) and not replace_writes(recorder):
         recorder = functionalize_graph(recorder.graph, recorder.constants)
@@ -256,7 +256,7 @@ def make_functional_graph(
     )
 
 
-def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> Key | None:
+def _result_kind(node: fx.Node, value: fx.Node, trained: set[str]) -> ResultKind | None:
     """Return the kind of the result `value`, the new value of a placeholder that forward changes in place; None for a
     constant. A frozen parameter becomes a buffer; a trained one is an error."""
     role, key = node.meta["role"], node.meta["key"]
