@@ -28,9 +28,9 @@ class PreparedValues:
         """Return the prepared values that piece number `piece` reads, by name. Call it once per piece and micro-batch:
         a value is computed at its first use in a step, and dropped at its last."""
         with self._lock:
-            return {name: self._use_value(name) for name in self._names[piece]}
+            return {name: self._value(name) for name in self._names[piece]}
 
-    def _use_value(self, name: str) -> Tensor:
+    def _value(self, name: str) -> Tensor:
         """Return the prepared value `name` for one use."""
         if name not in self._made:
             code, piece = self._makers[name]
