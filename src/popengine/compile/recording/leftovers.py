@@ -52,12 +52,11 @@ def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = Non
     return leftovers
 
 
-def _is_closed(value: Any) -> bool:
-    """Return whether a value is not searched: of a closed type, or an object of Pando's, since an executor that the
+def _is_closed(item: Any) -> bool:
+    """Return whether an object is not searched: of a closed type, or an object of Pando's, since an executor that the
     model reaches (over Lightning's trainer) leads to other models and to all globals. Pando's modules are searched,
     because the user's forward may set their attributes."""
-    is_of_pando = package_of(type(value)) in PANDO and not isinstance(value, nn.Module)
-    return is_of_pando or isinstance(value, _CLOSED)
+    return isinstance(item, _CLOSED) or (package_of(type(item)) in PANDO and not isinstance(item, nn.Module))
 
 
 def _values_held_by(path: str, value: Any, put: Callable[[Any], None]) -> Iterator[StoredValue]:
