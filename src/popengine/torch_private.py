@@ -266,7 +266,10 @@ def compile_graph(graph: fx.GraphModule, fakes: Sequence[Tensor], options: Mappi
     from torch._guards import TracingContext, tracing  # 2.0
     from torch._inductor import config  # 2.0
     from torch._inductor.compile_fx import compile_fx_inner  # 2.0
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # 2.5
 
     mode: Any = fakes[0].fake_mode if fakes else None  # pyright: ignore[reportAttributeAccessIssue]
-    with tracing(TracingContext(mode)), config.patch(dict(options)):
+    # Inductor's cache on disk does not know ATEN_CPU_CAPABILITY: code for wider vectors would compute wrong values.
+    width = {"cpp.simdlen": pick_vec_isa().bit_width()}
+    with tracing(TracingContext(mode)), config.patch({**options, **width}):
         return compile_fx_inner(graph, fakes, is_inference=True)

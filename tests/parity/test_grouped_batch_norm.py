@@ -104,8 +104,7 @@ def test_two_groups_of_two_are_those_of_a_program_in_plain_pytorch():
             optimizer.step()
     state = {n: v for n, v in model.state_dict().items() if "num_batches" not in n}
     found_losses, found = trained(grouped(2), replicas=4)
-    found = {name: value for name, value in found.items() if name in state}
-    assert_close((found_losses, found), (torch.stack(losses), state), 1e-12)
+    assert_close((found_losses, {name: found[name] for name in state}), (torch.stack(losses), state), 1e-12)
 
 
 CHANGES = {
@@ -132,14 +131,12 @@ def test_all_layouts_of_a_process_give_the_same_bits(in_groups_of_two, change, s
 
 
 def test_a_profile_has_the_time_of_pieces_that_wait(tmp_path, whole):
-    found = trained(grouped(2), replicas=2, change=lambda opts: opts.enableProfiling(str(tmp_path)))
-    assert_close(found, whole, 1e-12)
+    assert_close(trained(grouped(2), 2, change=lambda o: o.enableProfiling(str(tmp_path))), whole, 1e-12)
     assert list(tmp_path.rglob("profile*"))
 
 
 def test_compiled_pieces_wait_for_other_replicas_too(whole):
-    found = trained(grouped(2), replicas=2, change=lambda opts: opts.compiler("inductor"))
-    assert_close(found, whole, 1e-12)
+    assert_close(trained(grouped(2), 2, change=lambda o: o.compiler("inductor")), whole, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
