@@ -37,6 +37,7 @@ $(READY): pyproject.toml constraints.txt
 demo:
 	test -e $(READY) || test -e $(VENV)/.demo || $(MAKE) $(VENV)/.demo
 	$(BIN)/python examples/mnist_pipeline/train_poptorch.py
+	@echo "See what ran: $(BIN)/python examples/mnist_pipeline/train_poptorch.py --epochs 1 --profile && $(BIN)/popvision report"
 
 $(VENV)/.demo:
 	$(PYTHON) -m venv $(VENV)

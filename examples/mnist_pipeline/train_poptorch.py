@@ -140,7 +140,7 @@ def main():
     model.eval()
     test(args, model, test_digits)
     if args.profile:
-        print(f"Profiles: {args.profile_dir}")
+        print(f"Profiles: {args.profile_dir}; popvision {args.profile_dir} shows them")
 
 
 if __name__ == "__main__":

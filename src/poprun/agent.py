@@ -230,8 +230,7 @@ class _WholeLines:
         if is_tagged and not part.endswith("\n"):
             self._begun[tag] = line
         else:
-            self._stream.write(line)
-            self._stream.flush()
+            print(line, end="", file=self._stream, flush=True)
 
     def flush(self) -> None:
         for tag in tuple(self._begun):

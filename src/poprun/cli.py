@@ -65,16 +65,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _print_summary(request: CommandLine, names: Sequence[str]) -> None:
-    """Log options without effect, the instances and the program; print the topology if requested."""
-    if request.recorded:
-        options = ", ".join(f"--{name}" for name in request.recorded)
-        request.log.warning(f"no effect without IPUs: {options}")
-    if request.ignored_mpi:
-        request.log.warning(f"no effect without MPI: {' '.join(request.ignored_mpi)}")
-    for name in request.unset:
-        request.log.warning(f"-x {name} has no effect: {name} is not set here\n  fix: -x {name}=VALUE")
-    for name in request.after_program:
-        request.log.warning(f"{name} stands after the program, so the program gets it")
+    """Log words without effect, the instances and the program; print the topology if requested."""
+    for warning in request.warnings:
+        request.log.warning(warning)
     if (request.print_topology or request.verbosity) and not request.is_elastic:
         print(topology_table(request, names), flush=True)
     request.log.info(f"{request.instances} instances on {len(names)} hosts run {' '.join(request.program)}")

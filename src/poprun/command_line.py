@@ -44,10 +44,7 @@ class CommandLine:
     numa_aware: bool = False
     print_topology: bool = False
     verbosity: int = 0
-    recorded: tuple[str, ...] = ()  # names of given options that have no effect here
-    ignored_mpi: tuple[str, ...] = ()  # words for MPI that have no effect here
-    unset: tuple[str, ...] = ()  # names of `-x NAME` that are not set here
-    after_program: tuple[str, ...] = ()  # names of poprun's options that stand after the program
+    warnings: tuple[str, ...] = ()  # about words that have no effect here
 
     @property
     def log(self) -> Log:
@@ -83,7 +80,6 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         # The name becomes part of a shell script on other hosts.
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             parser.error(f"argument -x: {name!r} is not the name of an environment variable")
-    options.unset = tuple(name for name in options.x if "=" not in name and name not in environment)
     known = [pair for pair in pairs if pair[1] or pair[0] in environment]
     variables = {name: value if equals else environment[name] for name, equals, value in known}
     if options.executable_cache_path:
@@ -99,8 +95,14 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     options.program, options.variables = tuple(program), tuple(variables.items())
     options.replicas, options.tags_output = options.num_replicas, options.tag_output or mpi.tag_output
     options.hosts = tuple(host.strip() for host in (options.host or "").split(",") if host.strip())
-    options.recorded = tuple(x for x in _RECORDED if getattr(options, x.replace("-", "_")) is not None)
-    options.ignored_mpi, options.after_program = tuple(ignored_mpi), parser.own_options(program, own)
+    recorded = ", ".join(f"--{x}" for x in _RECORDED if getattr(options, x.replace("-", "_")) is not None)
+    without = {"IPUs": recorded, "MPI": " ".join(ignored_mpi)}
+    unset = [name for name in options.x if "=" not in name and name not in environment]
+    options.warnings = (
+        *(f"no effect without {what}: {names}" for what, names in without.items() if names),
+        *(f"-x {name} has no effect: {name} is not set here\n  fix: -x {name}=VALUE" for name in unset),
+        *(f"{x} stands after the program, so the program gets it" for x in parser.own_options(program, own)),
+    )
     return CommandLine(**{field.name: getattr(options, field.name) for field in fields(CommandLine)})
 
 

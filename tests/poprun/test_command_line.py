@@ -89,12 +89,9 @@ def test_command_lines_of_real_programs_are_understood(line, replicas, instances
 
 def test_variables_come_from_here_or_from_the_command_line():
     line = "--mpi-local-args='-x PATH -x A=1=2 -x ABSENT' -x B=3 -x ABSENT --executable-cache-path /c python3"
-    assert request(line).variables == (
-        ("PATH", "/bin"),
-        ("A", "1=2"),
-        ("B", "3"),
-        ("POPTORCH_CACHE_DIR", "/c"),
-    )
+    cache = ("POPTORCH_CACHE_DIR", "/c")
+    assert request(line).variables == (("PATH", "/bin"), ("A", "1=2"), ("B", "3"), cache)
+    assert "-x ABSENT has no effect" in request(line).warnings[0]
 
 
 def test_what_has_no_effect_here_is_kept_to_be_said():
@@ -102,10 +99,11 @@ def test_what_has_no_effect_here_is_kept_to_be_said():
         "--vipu-partition p --remove-partition=no --mpi-global-args '--mca a b --tag-output' python3 --host x"
         " --max-restarts=2 --num-replica 1 --tag-output --help"
     )
-    assert found.recorded == ("vipu-partition", "remove-partition")
-    assert found.ignored_mpi == ("--mca", "a", "b")
     assert found.tags_output
-    assert found.after_program == ("--host", "--max-restarts", "--tag-output")
+    ipus, mpi, *others = found.warnings
+    assert ipus == "no effect without IPUs: --vipu-partition, --remove-partition"
+    assert mpi == "no effect without MPI: --mca a b"
+    assert [text.split()[0] for text in others] == ["--host", "--max-restarts", "--tag-output"]
 
 
 def test_options_are_written_to_a_file_and_taken_from_one(tmp_path):
