@@ -151,7 +151,7 @@ _FUSED = {"attention": _run_attention} | {
 def _run_backward(
     function: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> list[Tensor]:
-    """Return the gradients of the tensors, without that of attention's mask."""
+    """Return the gradients of the tensors; attention's mask has no gradient."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -251,8 +251,8 @@ def _record_dropout(
 
 
 def _record_recurrent(name: str, data: Tensor, hidden: Any, weights: Any, *arguments: Any) -> Any:
-    """Call the operation of a recurrent layer, with the arguments of torch's function; return None if it can't be used:
-    for packed sequences, whose arguments are others, and with dropout between layers or autocast."""
+    """Call the operation of a recurrent layer, with the arguments of torch's function. Return None if it can't be used:
+    for packed sequences, which have different arguments, with dropout between layers, and under autocast."""
     has_biases, layers, dropout, train, *flags = arguments
     if not isinstance(has_biases, bool) or (dropout and train) or torch.is_autocast_enabled("cpu"):
         return None

@@ -95,7 +95,8 @@ def _tasks_before(plan: Plan) -> dict[int, int]:
 
 
 def _values_read(plan: Plan, task: Task) -> Iterator[_Access]:
-    """Yield what a row of a micro-batch reads."""
+    """Yield the name of each value that a row of a micro-batch reads, and how many micro-batches before it was
+    written."""
     partition = plan.partition
     if task.kind in ("send", "sum") and task.index == "micro_batch":
         yield from dict.fromkeys((name, 0) for x in task.instructions if x.kind != "free" for name in x.names)

@@ -230,7 +230,8 @@ TABLES: dict[str, type[Any]] = {
 
 
 def file_of_part(path: Path, part: int) -> Path:
-    """Return the file of an instance of a replica that spans several, given that of the first: profile.1.pop."""
+    """Return the profile's file of one process of a replica that spans several (profile.1.pop), given the first
+    one's."""
     return path.with_name(f"{path.stem}.{part}{path.suffix}") if part else path
 
 

@@ -101,7 +101,8 @@ def capture(
 
 @dataclass
 class _RecordedForward:
-    """A recorded forward and backward: the graph, what forward has read, and what it changes of that itself."""
+    """A recorded forward and backward: the graph, the values that forward has read, and those of them that it
+    changes."""
 
     graph: Graph
     reads: Reads
@@ -240,8 +241,9 @@ def _record_again(
 
 @contextlib.contextmanager
 def _leftovers_in_place(first: _RecordedForward) -> Iterator[None]:
-    """Run the body with what a recording has left: constants; other numbers, with which another recording differs if it
-    reads them, in buffers that forward has made and outside of the module."""
+    """Run the body with the tensors that a recording has left in place: constants with their values, and zeros or 0.5
+    for all others that are in buffers made by forward or outside of the module. A second recording that reads these
+    other numbers differs from the first."""
     with contextlib.ExitStack() as undo:
         for (_, shelf, key, value), real in first.made:
             undo.callback(shelf.update, dict(shelf))
@@ -368,7 +370,8 @@ def _record_backward(state: Capture, scale: Tensor) -> dict[str, Tensor]:
 
 
 def _report_no_gradients(recorder: CaptureRecorder, has_trained: bool) -> None:
-    """Log a warning that no parameter gets a gradient; raise CaptureError if forward keeps some from getting one."""
+    """Log a warning that no parameter gets a gradient; raise CaptureError if forward computes under
+    torch.inference_mode."""
     values = (node.meta.get("val") for node in recorder.graph.nodes)
     why = "all of them are frozen, by requires_grad_(False)"
     if has_trained:

@@ -63,7 +63,7 @@ def _memory_of_values(graph: Graph) -> dict[str, tuple[Any, int]]:
 
 
 def describe(plan: Plan, settings: Settings, graph: Graph) -> Profile:
-    """Return a profile without measurements: what follows from a plan, its settings and its graph."""
+    """Return a profile without measurements, computed from a plan, its settings and its graph."""
     partition = plan.partition
     step, _ = actions(plan.tasks)
     schedule, ticks = _schedule_ticks(step, plan)

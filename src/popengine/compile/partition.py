@@ -120,8 +120,9 @@ def _views_and_casts(graph: Graph) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _node_stages(graph: Graph, placement: Placement, of_state: set[fx.Node]) -> dict[fx.Node, PhaseAndStage]:
-    """Return the phase and stage of each operation in graph order, without the views and casts `of_state`. What is
-    computed from inputs only is in the stage that reads it first, if this is earlier than the stage of its block."""
+    """Return the phase and stage of each operation in graph order, without the views and casts `of_state`. An operation
+    that depends on inputs only is in the first stage that reads its result, if this is earlier than the stage of its
+    block."""
     where: dict[fx.Node, PhaseAndStage] = {}
     calls = [node for node in _operation_nodes(graph) if node not in of_state]
     last = len(placement.ipus) - 1

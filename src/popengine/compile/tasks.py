@@ -113,7 +113,8 @@ class _TableWriter:
         return len(self.rows) - 1
 
     def _holder_of(self, slot: Slot) -> int:
-        """Return the ipu that holds a weight: that of its stage, or else one of the process that holds the weight."""
+        """Return the ipu that holds a weight: the ipu of its stage if it is in the process that holds the weight, or
+        else the first ipu of that process."""
         settings, ipus = self.settings, self.partition.ipus
         ipu = ipus[self.partition.home[slot.name]]
         process = settings.holders.get(slot.key, settings.place_of(ipu).process)
@@ -124,7 +125,8 @@ class _TableWriter:
     # ---- messages ------------------------------------------------------------------------------------------
 
     def _add_weights(self) -> None:
-        """Append the rows that bring weights to ipus that read those of another ipu: one message to each place."""
+        """Append the rows that send weights to the ipus that read another ipu's weights, as one message to each
+        place."""
         for source, held in self.slots.items():
             for place in self.places:
                 reads = {

@@ -201,7 +201,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def keep_for_ever(value: Any) -> None:
-    """Never free what a device that failed may have used: torch ends the process where it frees pinned memory."""
+    """Never free an object that a failed device may have used, because torch ends the process if it frees pinned memory
+    then."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 

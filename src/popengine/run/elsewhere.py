@@ -139,8 +139,8 @@ def is_elsewhere(weight: Tensor) -> bool:
 
 
 def swap_memory(key: str, weight: Tensor, memory: Tensor, elsewhere: bool = False) -> None:
-    """Put the user's weight `key` into another memory, on "meta" if it is `elsewhere`: then reads raise Error. The
-    object stays the same."""
+    """Put the user's weight `key` into another memory; the tensor stays the same object. If it is `elsewhere`, the
+    memory is on "meta", and reads raise Error."""
     mark = mark_of(weight)
     writes = mark and mark.writes(weight)
     cls: Any = type(weight).holder_class if isinstance(weight, _WeightElsewhere) else type(weight)

@@ -175,8 +175,8 @@ class Engine:
         return batches
 
     def _call_fingerprint(self, hyper: Hyper | None, inputs: Sequence[Tensor]) -> Fingerprint:
-        """Return the fingerprint of a call, written weights included: it has to be equal in all processes; the batch,
-        in those of a replica."""
+        """Return the fingerprint of a call, with hashes of weights that the program has written. It must be equal in
+        all processes; the hash of the batch must be equal in the processes of a replica."""
         seed, step = self.train_state.random_state
         factor = repr(float(self.train_state.loss_factor))
         texts: dict[str, Mapping[str, str]] = {
@@ -195,7 +195,8 @@ class Engine:
         return texts
 
     def _with_changes(self, texts: Fingerprint) -> Fingerprint:
-        """Return a fingerprint, with what the program has done with weights and state since the latest call."""
+        """Return a fingerprint with texts of the program's changes of weights and optimizer state since the latest
+        call."""
         counts, changes = self.settings.counts, {"optimizer state": self.train_state.optimizer_changes()}
         if counts.parts > 1:
             changes[f"value@replica {counts.instance}"] = self.train_state.writes()

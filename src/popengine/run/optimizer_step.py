@@ -100,8 +100,8 @@ def _is_in_order(optimizer: Any, group: Mapping[str, Any]) -> bool:
 
 
 def _restore_rates(groups: Any, before: Sequence[Mapping[str, Any]], hyper: Hyper) -> None:
-    """Set the rates of the call in the groups back to the program's. A rate that `step()` has changed stays so, also in
-    `hyper`."""
+    """Set the groups' rates back to the program's, after a step with the rates of a call. A rate that `step()` has
+    changed keeps its new value, also in `hyper`."""
     for group, kept, rates in zip(groups, before, hyper.groups, strict=True):
         for name, rate in rates.items():
             if group.get(name) is not rate and name in group:
@@ -189,7 +189,7 @@ class _InFloat32:
         self._memories = {name: value.detach() for name, value in updated.items() if value.dtype in _HALF}
 
     def _states(self) -> list[dict[str, Any]]:
-        """Return the optimizer states, by name, of each parameter in half precision; with `types` those of all."""
+        """Return the optimizer states, by name, of each parameter in half precision; with `types` of all parameters."""
         changed = self._updated if self._types else self._memories
         return [self._optimizer.state.get(self._updated[name], {}) for name in changed]
 

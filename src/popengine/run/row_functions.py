@@ -157,7 +157,8 @@ class RowFunctions:
                     call.results.buffers[anchor].put(iteration, replica, value.clone())
 
     def _place_of(self, result: int | Anchor) -> Place:
-        """Return the place that has a result: that of the row that stores it, or that of the weight's ipu."""
+        """Return the place that has a result: where a row stores the output, or where the ipu of the anchored weight
+        is."""
         if isinstance(result, int):
             kept = ((task.ipu, key) for task in self.plan.tasks for _, key in _names_and_keys(task, "store"))
             stored = (ipu for ipu, key in kept if key == str(result))

@@ -349,8 +349,8 @@ class DeviceTensors:
         return self.train_state.owner.get(key, self.settings.counts.instance) == self.settings.counts.instance
 
     def follow_parameters(self) -> None:
-        """Copy the parameters that the optimizer has changed to memory of this place, where it differs: that of copies
-        for another device or with other strides, or of a parameter that `step()` has given other memory."""
+        """Copy the parameters that the optimizer has changed into this device's copies: of parameters on another
+        device, with other strides, or to which `step()` has given other memory."""
         for key in self.ipu_of.keys() & self._bound.keys():
             parameter, plain = self._bound[key][0], self._plain[key]
             if parameter.data_ptr() != plain.data_ptr():

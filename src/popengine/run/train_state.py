@@ -162,7 +162,7 @@ class TrainState:
     # ---- what other processes have ----------------------------------------------------------------------------
 
     def gather_optimizer_states(self) -> dict[str, OptimizerState]:
-        """Return the optimizer state by parameter, with that of other processes: waits for these."""
+        """Return the optimizer state of all processes by parameter. It waits for the other processes."""
         names = self.parameters()
         states = self.optimizer_states() | self.read_elsewhere(states=names)["optimizer"]
         return {key: states[key] for key in names if key in states}
@@ -189,8 +189,8 @@ class TrainState:
     # ---- what processes compare ----------------------------------------------------------------------------
 
     def writes(self) -> dict[str, str]:
-        """Return what the program has done with each weight since the latest call, as a text by canonical name; of new
-        weights a hash. It has to be equal in all processes of a replica, also for weights without memory."""
+        """Return a text of the program's writes to each weight since the latest call, by canonical name; of new weights
+        a hash. The texts must be equal in all processes of a replica, also for weights without memory."""
         changes = {}
         for key, value in self.find_weights().items():
             mark = mark_of(value) or Mark(None, value)
@@ -247,7 +247,7 @@ class TrainState:
         self._confirmed |= {key: Mark(None, value) for key, value in parameters.items()}
 
     def unconfirmed(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of these parameters that were written or replaced since `confirm`, by name."""
+        """Return the parameters that were written or replaced since `confirm`, by name."""
         marks = ((key, value, self._confirmed.get(key)) for key, value in parameters.items())
         return {key: value.detach() for key, value, mark in marks if mark is None or mark.writes(value) != 0}
 

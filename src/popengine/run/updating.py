@@ -143,7 +143,8 @@ class Updates:
         return step
 
     def _sum_over_processes(self, values: Tensor) -> Tensor:
-        """Sum values over all processes, in place, if each has the gradients of some parameters; return `values`."""
+        """Sum values over all processes, in place, if each process has the gradients of only some parameters; return
+        `values`."""
         if self._mail is not None:
             self._mail.sum(values)
         elif self._sums is not None and self._train_state.owner:

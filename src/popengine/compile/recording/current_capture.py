@@ -278,7 +278,8 @@ _CAPTURE_LOCK = threading.RLock()
 @contextlib.contextmanager
 def tracing_settings(module: nn.Module, training: bool, device: str) -> Iterator[None]:
     """Set torch's global state for a capture while the body runs; other threads that capture wait. For an accelerator,
-    oneDNN is off, and attention and recurrent layers are operations of Pando: else they would be those of CPUs."""
+    oneDNN is off, and attention and recurrent layers are operations of Pando, because torch would record the operations
+    of CPUs."""
     with _CAPTURE_LOCK, contextlib.ExitStack() as contexts:
         if optimized := optimized_module_type():
             contexts.enter_context(torch.compiler.set_stance("force_eager"))

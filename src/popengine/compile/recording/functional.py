@@ -40,8 +40,8 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 class ReplayRecorder(GraphRecorder):
-    """The recorder of a replay: operations have the meta of the node that is replayed. Those in place of an in-place
-    operation have the strides of what it writes into, and its bits."""
+    """The recorder of a replay: a new operation has the meta of the node that is replayed. An operation in place of an
+    in-place operation returns the strides of the tensor that the in-place operation writes, and the same bits."""
 
     def __init__(self) -> None:
         super().__init__(lambda func: {**self._meta, "replay": True})

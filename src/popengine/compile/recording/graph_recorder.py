@@ -320,7 +320,8 @@ class CaptureRecorder(GraphRecorder):
                 return self._run_on_constants(func, args, kwargs, error)
 
     def _fake_tensor_of(self, value: Any) -> Any:
-        """Return the stand-in of a weight; of another real tensor, unless 0-d, that of a constant; else `value`."""
+        """Return the stand-in of a weight, the fake tensor of a constant that is not 0-d, or any other value
+        unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         stand_in = self.stand_in_of(value)

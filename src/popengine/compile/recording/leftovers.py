@@ -36,9 +36,9 @@ class StoredValue(NamedTuple):
 
 
 def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = None) -> list[StoredValue]:
-    """Return the fake tensors that are reachable from a value through attributes, containers, generators and
-    closures, each with its shortest path, which begins with `path`; not those in modules' parameters. Add the ids of
-    what was searched to `seen`, and search no more in what is there."""
+    """Return the fake tensors that are reachable from a value through attributes, containers, generators and closures,
+    except those in modules' parameters. Each has its shortest path, which begins with `path`. Objects whose ids are in
+    `seen` are not searched; the ids of searched objects are added to `seen`."""
     leftovers: list[StoredValue] = []
     seen = set() if seen is None else seen
     queue = deque([StoredValue(path, value, lambda value: None)])
@@ -123,14 +123,15 @@ class Shelf(NamedTuple):
 
 
 class Shelves(dict[int, Shelf]):
-    """What forward may set: the attributes of a module's layers, and what is added; by id of the owner."""
+    """The attributes and globals that forward may set, by the owner's id: those of the module's layers, and those added
+    later."""
 
     def __init__(self, module: nn.Module) -> None:
         for child in module.modules():
             self.add(vars(child), vars(child), type(child).__name__, child._parameters)
 
     def add(self, owner: Any, values: Mapping[str, Any], path: str, parameters: Any = None) -> None:
-        """Note what is there now, unless it is known."""
+        """Store the present values of an owner, unless they are stored already."""
         self.setdefault(id(owner), Shelf(owner, values, dict(values), path, parameters))
 
     def stored_elsewhere(self) -> list[StoredValue]:

@@ -294,7 +294,8 @@ class Noting(TorchFunctionMode):
     # ---- values --------------------------------------------------------------------------------------------
 
     def _add_read(self, read: Read) -> None:
-        """Note a read, and what its value contains: items, or attributes when they are read."""
+        """Note a read and the content of its value: the items of a container, and the attributes of an object once they
+        are read."""
         value = read.value
         if isinstance(value, FakeTensor) or package_of(value) in PANDO:
             return
@@ -368,7 +369,8 @@ class Noting(TorchFunctionMode):
     # ---- functions -----------------------------------------------------------------------------------------
 
     def _note_event(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        """The profile function: note what the functions that run read, and clocks and random numbers."""
+        """The profile function: note the reads of the functions that run, and calls of clocks and random number
+        generators."""
         code = frame.f_code
         if active.get() is not self._capture:
             return
@@ -382,7 +384,7 @@ class Noting(TorchFunctionMode):
             self.draws.note_call(code, argument)
 
     def note_function(self, code: types.CodeType, scope: dict[str, Any], cls: type = NoneType) -> None:
-        """Note what a function reads that runs, and attributes of the class `cls` of its first argument."""
+        """Note the reads of a function that runs, and the attributes of the class `cls` of its first argument."""
         self._note_class_value(cls)
         if code in self._ran:
             return
@@ -397,7 +399,7 @@ class Noting(TorchFunctionMode):
             self._note_function_parts(function)
 
     def note_functions(self, functions: Iterable[Any], cls: type = NoneType) -> None:
-        """Note what functions, or methods of the class `cls`, read that run where the profile function is off."""
+        """Note the reads of functions, or of methods of the class `cls`, that run while the profile function is off."""
         for function in functions:
             if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
                 self._add_function(function)

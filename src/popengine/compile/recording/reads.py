@@ -52,7 +52,7 @@ class Read:
         return self.get(*self.args)
 
     def present(self, *args: Any) -> Any:
-        """Return the present value; with `args`, that of other arguments."""
+        """Return the present value. With `args`, call `get` with these arguments in place of the read's own."""
         try:
             value = self.get(*(args or self.args))
             return value if self.view is None else self.view(value)

@@ -94,7 +94,8 @@ def replace_writes(recorder: GraphRecorder) -> bool:
 
 
 def _layout(node: fx.Node) -> Any:
-    """Return what two tensors in one memory have equal if they are the same tensor."""
+    """Return a value that is equal for two nodes in one memory if their tensors have the same dtype, place and
+    strides."""
     value = node.meta.get("val")
     if value is None:
         return node
@@ -102,7 +103,8 @@ def _layout(node: fx.Node) -> Any:
 
 
 def _change_of(node: fx.Node) -> _Change | None:
-    """Return what can take the place of an in-place operation: it returns tensors of the same strides and types."""
+    """Return the change that replaces an in-place operation, if it returns tensors of the same strides and dtypes; else
+    None."""
     in_place: Any = node.target
     target = _functional_form(in_place)
     written = written_arguments(in_place, node.args, node.kwargs)
@@ -132,7 +134,8 @@ def _format(value: Tensor) -> Any:
 
 @functools.cache
 def _functional_form(target: Any) -> Any:
-    """Return the operation with the arguments of an in-place operation that returns what this one writes; or None."""
+    """Return the operation with the same arguments that returns the values which an in-place operation writes; or
+    None."""
     schema = target._schema
     if target in _RETURNS_MORE or target.namespace != "aten" or not schema.name.endswith("_"):
         return _RETURNS_MORE.get(target)

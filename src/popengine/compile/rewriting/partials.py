@@ -56,8 +56,8 @@ def products_in_float32(graph: Graph, chosen: Choice) -> tuple[Graph, tuple[str,
     weights = {storage_of(node) for node in inputs if node.meta["role"] in ("parameter", "constant")}
 
     def float32_copy(node: fx.Node, user: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
-        """Return a float32 copy of a half value, which products of a phase and block share, all products that of a
-        weight. A view with all elements of a value becomes a view of that value's copy."""
+        """Return a float32 copy of a half value. Products of a phase and block share a copy; all products share the
+        copy of a weight. A view with all elements of a value becomes a view of that value's copy."""
         if node.meta["val"].dtype not in HALF:
             return values[node]
         key = node if storage_of(node) in weights else (node, *(user.meta[name] for name in PLACE[:2]))

@@ -157,7 +157,8 @@ _calls: dict[str, Callable[[Tensor | None, Sequence[Tensor], bool], list[Tensor]
 
 
 def _traced_function(operation: OpOverload) -> Callable[..., Any]:
-    """Return what is traced for an operation: a functional one of torch's, or else a call of `popengine::eager`."""
+    """Return the function that is traced for an operation: a functional operation of torch, or else
+    `popengine::eager`."""
     is_compiled = operation.namespace in ("aten", "prims") and not operation._schema.is_mutable
     return operation if is_compiled else functools.partial(_call_eager, operation, None, None)
 

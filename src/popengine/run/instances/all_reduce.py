@@ -118,7 +118,7 @@ class AllReduce:
         self._group.wait(self._reduce(flats, cuts, gathers=False), _SUM)
 
     def broadcast_by_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Overwrite each contiguous tensor by that of its owner, of whose ranks all instances have the same list."""
+        """Overwrite each contiguous tensor by its owner's. `owners` are ranks, and must be equal in all instances."""
         begun: list[Message] = []
         for tensor, owner in zip(tensors, owners, strict=True):
             if owner == self._rank:

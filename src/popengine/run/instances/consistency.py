@@ -118,7 +118,8 @@ def _values_text(values: Sequence[str], ranks: Sequence[int]) -> str:
 def fingerprint_of_plan(
     plan: Plan, settings: Settings, weights: Mapping[str, Tensor], seed: int
 ) -> Fingerprint:
-    """Return what has to be equal in all instances that load a plan, from versions to hashes of the parameters."""
+    """Return the texts that must be equal in all instances that load a plan, from versions to hashes of the
+    parameters."""
     counts, signature = dataclasses.replace(settings.counts, instance=0, part=0), plan.partition.signature
     forms: dict[str, dict[str, str]] = {"shape": {}, "input": {}}
     for slot in signature.slots:
