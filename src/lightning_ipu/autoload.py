@@ -98,6 +98,9 @@ def _wrap_connector(package: str, module: types.ModuleType) -> None:
                 self._accelerator_flag = "ipu"
             if self._strategy_flag == "auto":
                 self._strategy_flag = "ipu_strategy"
+            if not _is_of_pando(self._strategy_flag, "ipu_strategy"):
+                words = f"found strategy={self._strategy_flag!r}\n  fix: leave it out; poprun starts several processes"
+                raise ValueError(f'Trainer(accelerator="ipu") has a strategy of its own; {words}')
             if self._precision_plugin_flag is None:
                 self._precision_plugin_flag = _import_classes(package)["IPUPrecision"](self._precision_flag)
         return result

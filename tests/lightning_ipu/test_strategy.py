@@ -339,6 +339,7 @@ class TwoOptimizers(Manual):
             "does not support `accumulate_grad_batches` changing",
         ),
         (Classifier, {"accumulate_grad_batches": {0: 2, 1: 4}}, "`accumulate_grad_batches`"),
+        (Classifier, {"strategy": "ddp"}, r"found strategy='ddp'\n  fix: leave it out;"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_before_anything_trains(kind, more, words):
