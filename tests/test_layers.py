@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "popengine.environment": set(),
     "popengine.import_hook": set(),
     "popengine.command_parser": {"popengine.errors"},
-    "popdist": {"popengine.environment", "popdist.rendezvous", "popdist.collectives"},
+    "popdist": {"popengine.environment", "popengine.errors", "popdist.rendezvous", "popdist.collectives"},
     "popdist.store": set(),
     "popdist.rendezvous": VALUES | {"popengine.environment", "popdist.store", "popengine.run"},
     "popdist.collectives": VALUES | {"popengine.environment", "popengine.run"},

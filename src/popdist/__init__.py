@@ -15,6 +15,7 @@ from types import FunctionType as _FunctionType
 from typing import Any
 
 from popengine import environment as _environment
+from popengine.errors import without_internal_frames as _without_internal_frames
 
 _read_launch = _environment.read_launch
 
@@ -113,6 +114,7 @@ def synchronize() -> None:
     collectives.barrier("popdist.synchronize()")
 
 
+@_without_internal_frames
 def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `fn` and return its value in the instances with these indices; return None at once in all others.
 
@@ -136,6 +138,7 @@ def execute_on_instances(instances: Iterable[int], fn: Callable[..., Any], *args
 __all__ = [name for name, value in vars().items() if type(value) is _FunctionType and name[0] != "_"]  # pyright: ignore
 
 
+@_without_internal_frames
 def __getattr__(name: str) -> Any:
     """Return `poptorch`, `collectives`, `Checkpoint` or `resumable`; import its module at the first use."""
     import importlib
@@ -144,7 +147,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"popdist.{name}")
     if name in ("Checkpoint", "resumable"):
         return getattr(importlib.import_module("popdist.checkpoint"), name)
-    raise AttributeError(f"module 'popdist' has no attribute {name!r}")
+    words = f"module 'popdist' has no attribute {name!r}"
+    raise AttributeError(words, name=name, obj=importlib.import_module(__name__))
 
 
 def __dir__() -> list[str]:

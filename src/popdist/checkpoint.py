@@ -53,9 +53,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2) -> None:
-        fix = "popdist.Checkpoint(folder, every=100); then checkpoint.restore(trainer, loader)"
-        self._calls_between = checked("popdist.Checkpoint: every", every, int, ValueError, 0, fix)
-        self._keep = checked("popdist.Checkpoint: keep", keep, int, ValueError, 1, fix)
+        self._calls_between = checked("popdist.Checkpoint: every", every, int, ValueError, 0)
+        self._keep = checked("popdist.Checkpoint: keep", keep, int, ValueError, 1)
         self._directory = Path(os.fspath(directory)).absolute()
         existing = next(path for path in (self._directory, *self._directory.parents) if path.exists())
         if not existing.is_dir():
@@ -122,13 +121,18 @@ class Checkpoint:
 
     def step(self) -> None:
         """Count a call of the model, and `save` if that is due. All instances call this after each call;
-        `popdist.resumable` does it for you."""
+        `popdist.resumable` does it for you.
+
+        >>> checkpoint.step()
+        """
         self.calls += 1
         if self._calls_between and self.calls % self._calls_between == 0:
             self.save()
 
     def save(self) -> None:
         """Copy the state, and start to write it in the background; first `wait` for the previous checkpoint.
+
+        >>> checkpoint.save()  # of what checkpoint.restore(trainer, loader) was given
 
         If writing fails, the next `wait` warns, and older checkpoints stay. Raises: Error, before `restore`
         """
@@ -266,9 +270,8 @@ def resumable(
         loader, executor, others: as in `Checkpoint.restore`
     Raises: Error, as `Checkpoint.restore`; TypeError for arguments of other types
     """
-    fix = 'popdist.resumable(loader, popdist.Checkpoint("folder"), trainer), with a poptorch.DataLoader'
-    checked("popdist.resumable: loader", loader, poptorch.DataLoader, TypeError, fix=fix)
-    checked("popdist.resumable: checkpoint", checkpoint, Checkpoint, TypeError, fix=fix)
+    checked("popdist.resumable: loader", loader, poptorch.DataLoader, TypeError)
+    checked("popdist.resumable: checkpoint", checkpoint, Checkpoint, TypeError)
     checkpoint.restore(executor, loader, **others)
     return _remaining(loader, checkpoint, epochs)
 

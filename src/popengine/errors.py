@@ -5,11 +5,9 @@ import functools
 import inspect
 import os
 import re
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from types import FrameType, FunctionType, MappingProxyType, TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -19,7 +17,9 @@ R = TypeVar("R")
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 # Tracebacks leave out the frames of these packages.
 _PACKAGES = ("poptorch", "popengine", "popdist", "popvision")
-_INTERNAL = (*_PACKAGES, "torch", "concurrent", "contextlib", "inspect", "json", "pathlib")
+_STANDARD = ("ast", "codecs", "json", "pathlib")  # whose functions check what a user gives to Pando
+_INTERNAL = (*_PACKAGES, *_STANDARD, "torch", "concurrent", "contextlib", "inspect")
+_GENERATED = ("<piece ", "<options>")  # files of code that Pando makes
 _wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`
 
 
@@ -82,24 +82,18 @@ def hide_internal_frames(error: BaseException | None) -> None:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def user_line(error: BaseException | None = None) -> str:
-    """Return `file:line` of the innermost frame, of an error or of this call, that is neither Pando's nor torch's."""
-    raised = [] if error is None else [*traceback.walk_tb(error.__traceback__)]
-    frames = chain(reversed(raised), traceback.walk_stack(sys._getframe(1)))
-    return next((f"{f.f_code.co_filename}:{line}" for f, line in frames if _is_users_frame(f)), "?")
-
-
 @overload
 def without_internal_frames(function: type[R]) -> type[R]: ...
 @overload
 def without_internal_frames(function: Callable[P, R], text: str | None = None) -> Callable[P, R]: ...
 def without_internal_frames(function: Any, text: str | None = None) -> Any:
-    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises. If the
-    arguments do not fit, the error has the first example of `text`, by default the docstring. Of a class, replace its
+    """Return a wrapper that calls `function`, and applies `hide_internal_frames` to the errors that it raises, and
+    `_add_fix`, with the first example of such a call in `text`, by default the docstring. Of a class, replace its
     constructor, its properties and its public methods by such wrappers, and return the class."""
     if isinstance(function, type):
-        for base in filter(_is_of_pando, function.__mro__):
-            for name, member in list(vars(base).items()):
+        for base in function.__mro__:
+            is_ours = base.__module__.partition(".")[0] in _PACKAGES  # its bases may be torch's
+            for name, member in list(vars(base).items()) if is_ours else ():
                 if isinstance(member, FunctionType) and (name in ("__init__", "__call__") or name[0] != "_"):
                     text = base.__doc__ if name == "__init__" else None
                     setattr(base, name, without_internal_frames(member, text))
@@ -110,7 +104,8 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
         return function
     if function in _wrappers:
         return function
-    example = re.search(r">>> (.*)", text or function.__doc__ or "")
+    name = getattr(function, "__qualname__", "").removesuffix(".__init__").rpartition(".")[2]
+    example = re.search(rf">>> (.*\b{name}\(.*)", text or function.__doc__ or "")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,11 +113,7 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            name = unknown[1] if unknown and unknown[1] in kwargs else ""
-            if isinstance(error, TypeError) and example and (name or not _can_call(function, args, kwargs)):
-                meant = did_you_mean(name, inspect.signature(function).parameters) if name else ""
-                error.add_note(f"  fix: {example[1]}{meant}")
+            _add_fix(error, function, args, kwargs, example[1] if example else "")
             hide_internal_frames(error)
             raise
 
@@ -130,24 +121,45 @@ def without_internal_frames(function: Any, text: str | None = None) -> Any:
     return call
 
 
-def _can_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function can be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
+def _add_fix(error: Exception, function: Any, args: Any, kwargs: dict[str, Any], example: str) -> None:
+    """Add a fix, the example of a right call, to an error about the arguments of a call that names no fix. If they do
+    not fit the function, and it has no example, the fix is its signature."""
+    unknown = "got an unexpected keyword argument"
+    own = getattr(function, "__qualname__", "")  # a property's function may have no name
+    is_misfit = str(error).startswith((f"{own}() ", unknown))  # of the interpreter, or of `Signature.bind`
+    name = next((name for name in kwargs if is_misfit and f"{unknown} {name!r}" in str(error)), "")
+    fix_of_keywords = getattr(args[0], "_fix_of_keywords", None) if name and args else None
+    if fix_of_keywords is not None:
+        error.add_note(fix_of_keywords(kwargs))
+    elif is_misfit:
+        parameters = inspect.signature(function).parameters
+        meant = did_you_mean(name, parameters) if name else ""
+        error.add_note(f"  fix: {example or _call_in_words(function, args, parameters)}{meant}")
+    elif example and not isinstance(error, OSError) and _is_of_arguments(error, function):
+        error.add_note(f"  fix: {example}")
+
+
+def _call_in_words(function: Any, args: Sequence[Any], parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return the call of a function, or of the class of a constructor, with its parameters and their defaults."""
+    name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+    plain = [each.replace(annotation=each.empty) for each in parameters.values() if each.name != "self"]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def _is_of_arguments(error: Exception, function: Any) -> bool:
+    """Return whether an error without a fix was raised by a function's own module, or by `checked`."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if "fix: " in text or "did you mean" in text:
         return False
-    return True
-
-
-def _is_of_pando(cls: type) -> bool:
-    """Return whether a class is of Pando: its bases may be torch's."""
-    return cls.__module__.partition(".")[0] in _PACKAGES
+    names = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    names -= {__name__, function.__module__, "poptorch.checks"}
+    return all(name.startswith(_STANDARD) for name in names)
 
 
 def _is_users_frame(frame: FrameType) -> bool:
     """Return whether a frame is neither of Pando, its generated code, nor of torch."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package not in _INTERNAL and not frame.f_code.co_filename.startswith("<piece ")
+    return package not in _INTERNAL and not frame.f_code.co_filename.startswith(_GENERATED)
 
 
 class CaptureError(Error):

@@ -1,16 +1,17 @@
 """`checked`: the check of an argument that a user passes, and the words of its error."""
 
 import os
+import re
 import sys
-from types import UnionType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from popengine.errors import did_you_mean
 
-T = TypeVar("T")
 _WORDS: dict[Any, str] = {
+    Callable: "a module or a function",
     bool: "a bool",
     int: "an int",
     float: "a float",
@@ -18,35 +19,44 @@ _WORDS: dict[Any, str] = {
     str: "a string",
     str | os.PathLike: "a path",
     float | int | str: "a float, an int or a string",
-    list: "a list of strings",
+    list: "a list",
     dict: "a dictionary",
     nn.Module: "a torch.nn.Module",
 }
 
 
+def meant_number(value: Any, least: int = 0) -> int:
+    """Return the first number in the text of a value, but at least `least`: 4 of "4", 4.0 and -4."""
+    digits = re.search(r"\d+", str(value))
+    return max(least, int(digits[0]) if digits else 0)
+
+
 def checked(
     name: str,
-    value: T,
-    kind: type | UnionType | tuple,
+    value: Any,
+    kind: Any,
     error: type[Exception] = AssertionError,
     least: int | None = None,
     fix: str = "",
-) -> T:
+) -> Any:
     """Return an argument of the function or setter `name`. Raises `error` unless it has the type `kind` and is not less
-    than `least` (if given, a bool is no int), or is in the tuple `kind`. `fix`: an example of a right call."""
-    fix = f"\n  fix: {fix}" if fix else ""
+    than `least` (if given, a bool is no int), or is in the tuple `kind`. `fix`: an example of a right call, in
+    which {} stands for the number that is meant."""
+    fix = f"\n  fix: {fix.replace('{}', str(meant_number(value, least or 0)))}" if fix else ""
     if isinstance(kind, tuple):
-        if value in kind:
+        if value in kind and isinstance(value, type(kind[0])):  # 4.0 is no 4
             return value
         meant = did_you_mean(str(value), map(str, kind))
-        raise error(f"{name} takes one of {', '.join(map(repr, kind))}; found {value!r}{meant}{fix}")
-    if isinstance(value, kind) and (least is None or (not isinstance(value, bool) and value >= least)):  # type: ignore[operator]
+        known = ", ".join(map(repr, kind)) or "none"
+        raise error(f"{name} takes one of {known}; found {value!r}{meant}{fix}")
+    if isinstance(value, kind) and (least is None or (not isinstance(value, bool) and value >= least)):
         return value
     if (word := _WORDS.get(kind)) is None:
-        is_public = kind.__name__ in sys.modules["poptorch"].__all__  # type: ignore[union-attr]
-        word = f"a {'poptorch' if is_public else kind.__module__}.{kind.__name__}"  # type: ignore[union-attr]
+        is_public = kind.__name__ in sys.modules["poptorch"].__all__
+        word = f"a {'poptorch' if is_public else kind.__module__}.{kind.__name__}"
     limit = "" if least is None else f" from {least}"
     names = getattr(kind, "__members__", ())  # of an enum
     meant = [name for name in names if name.lower() == str(value).lower()] or names
     fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else fix
-    raise error(f"{name} takes {word}{limit}; found {value!r:.80}{fix}")
+    found = f"{value!r:.80}" if "\n" not in repr(value) else f"a {type(value).__name__}"
+    raise error(f"{name} takes {word}{limit}; found {found}{fix}")

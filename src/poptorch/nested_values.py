@@ -28,6 +28,7 @@ import numpy
 import torch
 
 from popengine.errors import Error
+from poptorch.checks import checked
 
 
 class ICustomArgParser(ABC):
@@ -59,12 +60,8 @@ def registerCustomArgParser(arg_type: type, arg_parser: ICustomArgParser | None)
     if arg_parser is None:
         _parsers.pop(arg_type, None)
         return
-    if not isinstance(arg_parser, ICustomArgParser):
-        raise Error(
-            f"arg_parser must inherit from ICustomArgParser, got {arg_parser!r} for {arg_type.__name__}\n"
-            f"  fix: class MyParser(poptorch.ICustomArgParser), and register an instance: MyParser()"
-        )
-    _parsers[arg_type] = arg_parser
+    words = "arg_parser must inherit from ICustomArgParser: registerCustomArgParser"
+    _parsers[arg_type] = checked(words, arg_parser, ICustomArgParser, Error, fix="an object, MyParser()")
 
 
 def registered_parsers() -> dict[type, ICustomArgParser]:

@@ -189,6 +189,13 @@ def test_an_attribute_that_forward_replaces_is_put_back_with_a_warning(before, c
     assert [r for r in caplog.messages if "the forward sets Keeps.seen to a tensor" in r] != []
 
 
+def test_a_layer_that_forward_makes_is_a_warning_with_its_line(caplog):
+    forward = lambda x: nn.Linear(2, 2)(x)  # noqa: E731
+    with caplog.at_level("WARNING", "poptorch::python"):
+        poptorch.inferenceModel(forward)(torch.ones(1, 2))
+    assert f"sets {__file__}:{forward.__code__.co_firstlineno}: Linear.weight" in caplog.text
+
+
 def test_a_plain_tensor_that_forward_only_writes_is_lost_with_a_warning(caplog):
     def forward(x):
         total.copy_(x.sum(0))

@@ -40,7 +40,7 @@ REFUSED = {
     ),
     "float labels": (
         lambda layer, x, y: functional.cross_entropy(layer(x), y.float()),
-        "pass them as integers",
+        "integers of 64 bits",
     ),
     "labels with a dimension more": (
         lambda layer, x, y: functional.cross_entropy(x, y[:, None]),
@@ -50,7 +50,7 @@ REFUSED = {
         lambda layer, x, y: functional.cross_entropy(x, y.repeat(2)),
         "to match target batch_size",
     ),
-    "one_hot of floats": (lambda layer, x, y: functional.one_hot(x), "pass them as integers"),
+    "one_hot of floats": (lambda layer, x, y: functional.one_hot(x), "integers of 64 bits"),
     "a view": (lambda layer, x, y: x.view(3, 3), "invalid for input of size 8"),
     "an index": (lambda layer, x, y: x[5], "out of bounds"),
     "einsum": (lambda layer, x, y: torch.einsum("ij,jk", x, x), "does not broadcast"),
@@ -69,7 +69,7 @@ REFUSED = {
 if torch.__version__ >= "2.13":  # earlier, fake tensors accept such indices, and the call of the model fails
     REFUSED["float indices"] = (
         lambda layer, x, y: functional.embedding(x, layer.weight),
-        "pass them as integers",
+        "integers of 64 bits",
     )
 
 

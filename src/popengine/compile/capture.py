@@ -41,7 +41,7 @@ from .recording.graph_recorder import CaptureRecorder, check_dense, empty_like, 
 from .recording.leftovers import Shelves, StoredValue, check_none_left, fake_tensors_in
 from .recording.noting import Noting
 from .recording.reads import MISSING, Read, Reads, gradient_hooks
-from .recording.standins import MadeBuffer, StandIns, reshaped_buffer_text
+from .recording.standins import MadeBuffer, StandIns, made_text, reshaped_buffer_text
 from .recording.torch_errors import explaining_torch_errors
 from .recording.user_code import user_line
 
@@ -203,13 +203,7 @@ def _record_again(
     if first.reshaped:
         text = reshaped_buffer_text(first.graph, first.reshaped)
     if first.made:
-        text = (
-            f"Buffer {first.made[0][0].name} is made by the forward, and the next call reads what this one leaves"
-            " there\n"
-            "  why: a compiled model has the state that it has when it is compiled; this value would be lost\n"
-            "  fix: register the buffer in __init__, with its first value; or run the model once in plain PyTorch,"
-            " `model(*micro_batch)`, before it is wrapped"
-        )
+        text = made_text(f"Buffer {first.made[0][0].name}")
     try:
         with _leftovers_in_place(first):
             second = record(first.reshaped, {buffer.name for buffer, real in first.made if real is not None})

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import ir
 from ..errors import Error, RunError
 from ..settings import Anchor, Place
+from ..texts import hint_for
 from ..torch_private import storage_use_count
 from . import devices
 from .backends.eager import Code, FiniteCheck, user_line
@@ -252,18 +253,13 @@ class RowFunctions:
         if self.settings.training and commit.done:
             done = f"{commit.done} of the {commit.steps} weight updates of this call were done"
             left = f"{done}, and the weights are those after them"
-        fix = "\n  fix: n rows or classes have the indices 0 to n - 1" * isinstance(error, IndexError)
-        if "dtype to be Long" in str(error):
-            fix = "\n  fix: class numbers are integers of 64 bits: labels.long()"
-        if "the same dtype" in str(error):
-            fix = "\n  fix: inputs of the weights' type: x.float()"
         names = self.plan.partition.names[task.stage]
         blocks = f" (blocks {names})" if names != "no block" else ""
         return RunError(
             f"{task.kind} of stage {task.stage}{blocks} failed on ipu {task.ipu},"
             f" micro-batch {micro_batch}, replica {replica}: {type(error).__name__}: {error}\n"
             f"  at {user_line(piece, error)}\n"
-            f"  {left}; the executor can be called again{fix}"
+            f"  {left}; the executor can be called again{hint_for(str(error))}"
         )
 
     # ---- messages --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -16,11 +17,13 @@ import torch
 from torch import nn
 
 from popengine.compile.recording.current_capture import current
+from popengine.compile.recording.user_code import user_line
 from popengine.errors import Error, did_you_mean, without_internal_frames
 from popengine.settings import Strategy
 
 from ..checks import checked
 from ..enums import AutoStage
+from ..logs import logger
 from .strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
 
 T = TypeVar("T")
@@ -31,18 +34,11 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
 def _checked(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int | None]:
-    if user_id and isinstance(user_id, int):
-        raise Error(
-            f"the user_id of a block is a string; found {user_id}\n  fix: for an ipu write ipu_id={user_id}"
-        )
-    return user_id, None if ipu_id is None else checked(
-        "the ipu_id of a block",
-        ipu_id,
-        int,
-        Error,
-        least=0,
-        fix=f"ipu_id={re.sub(r'[^0-9]', '', str(ipu_id)) or 0}",
-    )
+    if user_id is not None:
+        checked("the user_id of a block", user_id, str, Error, fix="for an ipu write ipu_id={}")
+    if ipu_id is not None:
+        checked("the ipu_id of a block", ipu_id, int, Error, least=0, fix="ipu_id={}")
+    return user_id, ipu_id
 
 
 class _BlockClass(type):
@@ -73,6 +69,9 @@ class Block(nn.Module, metaclass=_BlockClass):
         self._user_id, self._ipu_id = _checked(user_id, ipu_id)
 
     def __enter__(self) -> None:
+        if current() is None and sys._getframe(1).f_code.co_name == "__init__":
+            words = "%s: a Block in __init__ has no effect, because it marks what runs in it\n  fix: open it in forward"
+            logger.warning(f"{words}; or mark a layer in __init__: poptorch.BeginBlock(layer)", user_line())
         Block.start(self._user_id, self._ipu_id)
 
     def __exit__(self, *_: object) -> None:
@@ -153,10 +152,7 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
         return layer_to_call
     if callable(layer_to_call):
         return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
-    raise Error(
-        f"poptorch.BeginBlock: {layer_to_call!r} is not an instance of torch.nn.Module or function\n"
-        "  fix: pass a layer of the model: poptorch.BeginBlock(self.layer)"
-    )
+    raise Error(f"poptorch.BeginBlock: {layer_to_call!r} is not an instance of torch.nn.Module or function")
 
 
 def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:
@@ -252,11 +248,7 @@ def annotate(
     checked("annotate", model, nn.Module, Error)
     checked("annotate: marks", {} if marks is None else marks, dict, Error)
     if bool(marks) == bool(layers_per_ipu):
-        raise Error(
-            "poptorch.annotate takes either marks or layers_per_ipu\n"
-            '  fix: poptorch.annotate(model, {"encoder.layer.0-5": 0, "encoder.layer.*": 1}), or'
-            " poptorch.annotate(model, layers_per_ipu=[6, 6])"
-        )
+        raise Error("poptorch.annotate takes either marks or layers_per_ipu")
     found = _marks_by_key(model, marks) if marks else _marks_by_count(model, layers_per_ipu or [])
     _register_hooks(found, PipelinedExecution(AutoStage.AutoIncrement))
     return model
@@ -276,7 +268,7 @@ def split(model: M, ipus: int) -> M:
     Raises: Error, if the model has fewer repeated layers than ipus, or a layer begins a block already
     """
     layers = _repeated_layers(checked("split", model, nn.Module, Error))
-    if len(layers) < checked("split", ipus, int, Error, least=1):
+    if len(layers) < checked("split", ipus, int, Error, least=1, fix="poptorch.split(model, {})"):
         raise Error(
             f"poptorch.split can't place the model on {ipus} ipus: its repeated layers are {_describe_stacks(model)}\n"
             '  fix: place its parts by name: poptorch.annotate(model, {"name": 0, "other": 1})'

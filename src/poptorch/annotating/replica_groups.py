@@ -15,6 +15,7 @@ from torch import nn
 from popengine.errors import Error
 from popengine.settings import ReplicaGroups
 
+from ..checks import checked
 from ..enums import CommGroupType, VariableRetrievalMode
 
 Grouping = tuple[CommGroupType, int, VariableRetrievalMode]  # the arguments of `replicaGrouping`
@@ -84,12 +85,8 @@ def make_replica_groups(
         count = replicas // size
         of = [r % count if kind is CommGroupType.Orthogonal else r // size for r in range(replicas)]
         groups = ReplicaGroups(tuple(of), retrieval is VariableRetrievalMode.AllReplicas)
-        parameter = model._parameters.get(name)
-        if parameter is None:
-            raise Error(
-                f"per_replica_params has {name!r}, and the model's top level has no parameter of this name\n"
-                f"  fix: use one of {', '.join(model._parameters) or 'its parameters: it has none'}"
-            )
+        known = {name: value for name, value in model._parameters.items() if value is not None}
+        parameter = known[checked("per_replica_params of the model's top level", name, tuple(known), Error)]
         if parameter.dim() == 0:
             raise Error(
                 f"Scalars cannot be passed as per-replica weight tensor values: {name} has no dimensions\n"

@@ -35,17 +35,15 @@ class Stage:
 
     def __init__(self, *block_ids: str) -> None:
         for block in block_ids:
-            if not isinstance(block, str):
-                raise AssertionError(
-                    f"Block ids are strings; found {block!r} in a Stage (an AutoStage stands alone)\n"
-                    '  fix: poptorch.Stage("block").ipu(0), or PipelinedExecution(poptorch.AutoStage.AutoIncrement)'
-                )
+            fix = 'poptorch.Stage("block").ipu(0), or PipelinedExecution(poptorch.AutoStage.AutoIncrement)'
+            fix = "PipelinedExecution(*stages), in place of a list" if isinstance(block, Stage) else fix
+            checked("Block ids are strings, and an AutoStage stands alone: a Stage", block, str, fix=fix)
         self.blocks = list(block_ids)
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Self:
         """Set the number of the stage's ipu, from 0, and return the stage. Several stages can be on one ipu."""
-        self._ipu = checked("Stage.ipu", ipu, int, least=0)
+        self._ipu = checked("Stage.ipu", ipu, int, least=0, fix='poptorch.Stage("block").ipu({})')
         return self
 
     def freeze(self) -> StagePlan:
@@ -180,10 +178,7 @@ class _StagedExecution(ExecutionStrategy):
 class PipelinedExecution(_StagedExecution):
     """A strategy that runs all stages at the same time, each on another micro-batch. It is the default.
 
-    >>> options = poptorch.Options()
-    >>> options.setExecutionStrategy(
-    ...     poptorch.PipelinedExecution("embedding", ["layer0", "layer1"], poptorch.Stage("head").ipu(0))
-    ... )
+    >>> options.setExecutionStrategy(poptorch.PipelinedExecution("embedding", ["layer0", "layer1"], "head"))
     >>> options.Training.gradientAccumulation(8)  # a pipeline of n stages needs at least 2n - 1 in training
 
     Args:
@@ -205,7 +200,8 @@ class PipelinedExecution(_StagedExecution):
     def __init__(
         self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str], schedule: str | Order = "1f1b"
     ) -> None:
-        self._schedule = enter_order(schedule) if isinstance(schedule, Order) else order_named(schedule).name
+        is_own = isinstance(schedule, Order)
+        self._schedule = enter_order(schedule) if is_own else order_named(str(schedule)).name
         self._or_sharded = False
         super().__init__(*args)
 
@@ -230,7 +226,6 @@ class ShardedExecution(_StagedExecution):
     Only one ipu works at any time, and each ipu holds the weights and activations of its stages alone. So sharding
     fits a large model into the memory of several ipus, and needs no minimum of micro-batches.
 
-    >>> options = poptorch.Options()
     >>> options.setExecutionStrategy(poptorch.ShardedExecution("embedding", ["layer0", "layer1"], "head"))
 
     Args: as for `PipelinedExecution`, without a schedule
@@ -251,10 +246,7 @@ class _PhasedExecution(ExecutionStrategy):
 
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
         if not phases or any(isinstance(phase, AutoStage) for phase in phases):
-            raise AssertionError(
-                "There is no AutoStage for PhasedExecution\n"
-                '  fix: name the blocks of each phase, as in SerialPhasedExecution("a", ["b", "c"])'
-            )
+            raise AssertionError("There is no AutoStage for PhasedExecution: name the blocks of each phase")
         self._phases = [_as(Phase, phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive

@@ -124,7 +124,8 @@ class BoundCall:
             parts = constants_of(value, name)
             words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
         rows = {path: len(s) for path, s in zip(self.named_tensors, samples, strict=True) if s.dim()}
-        if len(set(rows.values())) > 1 and not self.rearranged:
+        # Lightning's index of the batch has one row.
+        if len({*rows.values()} - {1}) > 1 and not self.rearranged:
             words.append(f"with {ROWS_DIFFER}: {rows}")
         return ", ".join(words[:_MOST_WORDS]) + f", and {len(words) - _MOST_WORDS} more" * (
             len(words) > _MOST_WORDS
@@ -192,8 +193,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         missing = re.search(r"missing a required .*'(\w+)'", str(error))
         if missing and not unknown:
             fix = f"pass {missing[1]}, as a combined batch of all micro-batches"
-            if len(args) == 1 and isinstance(args[0], list | tuple) and not kwargs:
-                fix = "model(*batch)"
+            if len(args) == 1 and isinstance(args[0], list | tuple | dict) and not kwargs:
+                fix = f"model({'**' if isinstance(args[0], dict) else '*'}batch)"
             raise MissingArgument(
                 f"Mandatory parameter {missing[1]} missing in the call of the model\n"
                 f"  forward{signature} was given {len(args)} positional argument{'s' * (len(args) != 1)}"
@@ -203,7 +204,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         names = (f"{name!r}{did_you_mean(name, signature.parameters)}" for name in sorted(unknown))
         what = f"unknown arguments {', '.join(names)}" if unknown else error
         raise AssertionError(
-            f"the model can't be called like this: {what}\n  fix: the parameters of forward{signature}"
+            f"the model can't be called like this: {what}\n"
+            f"  fix: model({', '.join(map(str, signature.parameters))}), the parameters of forward{signature}"
         ) from None
     given = set(bound.arguments)
     bound.apply_defaults()

@@ -58,8 +58,9 @@ def resolve_anchors(
         name = long_name if long_name in sources else _BEFORE_WEIGHT.sub(r"\1", long_name)
         source, key = sources.get(name, ("", ""))
         if not source or (source == "output" and short not in indices):
+            meant = did_you_mean(re.sub(r"^(.*)\.grad$", rf"{GRADIENT}\1", long_name), sources)
             raise Error(
-                f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{did_you_mean(long_name, sources)}\n"
+                f"anchorTensor({short!r}, {long_name!r}): no tensor has that name{meant}\n"
                 f"  fix: {listed(list(sources))}; without this anchor, executor.getTensorNames() returns all names"
             )
         if source == "gradient":

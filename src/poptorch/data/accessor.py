@@ -189,10 +189,9 @@ class AsynchronousDataAccessor:
 
 
 def _check_arguments(dataset: Any, buffer_size: int, miss_sleep: float, rebatched_size: int | None) -> None:
-    checked("buffer_size", buffer_size, int, least=1)
+    checked("buffer_size", buffer_size, int, least=1, fix="buffer_size={}")
     checked("miss_sleep_time_in_ms", miss_sleep, int | float, least=0)
-    if rebatched_size is not None:
-        checked("rebatched_size", rebatched_size, int, least=2)
+    checked("rebatched_size", 2 if rebatched_size is None else rebatched_size, int, least=2)
     if isinstance(dataset, AsynchronousDataAccessor) or getattr(dataset, "is_asynchronous", False):
         raise DataError(
             f"the {type(dataset).__name__} already uses an AsynchronousDataAccessor\n"

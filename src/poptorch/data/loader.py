@@ -4,6 +4,7 @@ The rows of a combined batch are in the order in which an executor reads them, s
 the size of the micro-batch. `dataset_shares.py` chooses the rows of a process, `accessor.py` loads ahead.
 """
 
+import inspect
 import logging
 import os
 import time
@@ -18,7 +19,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, RandomSampler
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from popengine.errors import DataError, without_internal_frames
+from popengine.errors import DataError, hide_internal_frames, without_internal_frames
 from popengine.settings import Counts
 from poptorch.checks import checked
 from poptorch.data.accessor import AsynchronousDataAccessor, length_or_none, row_count_of_epoch
@@ -109,23 +110,26 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Any = None,
         **kwargs: Any,
     ) -> None:
-        checked("DataLoader", options, Options, fix="poptorch.DataLoader(options, dataset, batch_size=16)")
-        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+        self._save_arguments({**locals(), **kwargs})
+        checked("DataLoader: options", options, Options)
+        is_stream, sampler = isinstance(dataset, IterableDataset), kwargs.get("sampler", batch_sampler)
+        needs = [] if is_stream else ["__getitem__"] if sampler is not None else ["__getitem__", "__len__"]
+        if not all(hasattr(type(dataset), name) for name in needs):
             raise DataError(
-                f"the dataset is of type {type(dataset).__name__}, which can't be indexed, and no IterableDataset\n"
+                f"the dataset is {dataset!r:.80}, and needs {' and '.join(needs)}, or must be an IterableDataset\n"
                 "  fix: a dataset such as torch.utils.data.TensorDataset(images, labels); of a generator, which ends"
                 " after one epoch, list(dataset), or an IterableDataset whose __iter__ makes it"
             )
         options._freeze()
-        self._save_arguments({**locals(), **kwargs})
         self.options, self._progress = options, Progress()
         self.mode = member_by_name(DataLoaderMode, mode)
         self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
-        if "rebatched_size" in (async_options or {}):
-            raise AssertionError(
-                "'rebatched_size' is what the loader computes: use mode=poptorch.DataLoaderMode.AsyncRebatched"
-            )
+        known = inspect.signature(AsynchronousDataAccessor).parameters.keys() - {"dataset", "rebatched_size"}
+        for name in async_options or {}:  # the loader computes the size
+            checked("async_options", name, tuple(sorted(known)), fix='async_options={"buffer_size": 4}')
+        rows = 1 if batch_size is None else batch_size
+        checked("DataLoader: batch_size", rows, int, ValueError, least=1, fix="batch_size={}")
         micro_batch_count = options._counts().product  # micro-batches of a combined batch
         self._has_batch_sampler = batch_sampler is not None
         self._micro_batch = batch_size  # rows of a micro-batch; None: not known
@@ -139,7 +143,6 @@ class DataLoader(torch.utils.data.DataLoader):
             self._micro_batch = getattr(batch_sampler, "batch_size", None)
             self._elements_per_batch = micro_batch_count
         self._combined_batch_size = self._micro_batch and self._micro_batch * micro_batch_count
-        is_stream = isinstance(dataset, IterableDataset)
         self._worker_size = self._worker_batch_size(rebatched_worker_size, batch_sampler, is_stream)
         regroups_rows = is_stream and self._worker_size is not None
         if self._worker_size is not None:
@@ -230,13 +233,17 @@ class DataLoader(torch.utils.data.DataLoader):
         """Yield the batches, from the epoch's `position` on; report the waits to `wait_recorders`, and store what is
         known of each in `loaded_batches`."""
         total, start = self._micro_batch_count(), time.perf_counter_ns()
-        for number, batch in enumerate(batches, position):
-            for recorder in list(wait_recorders):
-                recorder.record_host_event("loader", start)
-            record_loaded(batch, self._describe(number, total))
-            yield batch
-            del batch
-            start = time.perf_counter_ns()
+        try:
+            for number, batch in enumerate(batches, position):
+                for recorder in list(wait_recorders):
+                    recorder.record_host_event("loader", start)
+                record_loaded(batch, self._describe(number, total))
+                yield batch
+                del batch
+                start = time.perf_counter_ns()
+        except Exception as error:
+            hide_internal_frames(error)
+            raise
 
     def _micro_batch_count(self) -> Fraction | float | None:
         """Return the number of micro-batches of an epoch, as in `LoadedBatch`, or inf if there are whole ones only."""

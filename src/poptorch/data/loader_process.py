@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popengine.errors import DataError
+from popengine.errors import DataError, hide_internal_frames
 from poptorch.data.loader_state import LoaderState, RandomState, random_state, set_random_state
 from poptorch.data.rows import rebatch_rows
 from poptorch.nested_values import ICustomArgParser, registerCustomArgParser, registered_parsers, tensors_of
@@ -135,6 +135,7 @@ def run_worker(connection: Connection, feeder: Feeder | bytes) -> None:
         # SIGTERM would interrupt the report.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        hide_internal_frames(error)
         reason = error.message if isinstance(error, DataError) else traceback.format_exc()
         with suppress(OSError):  # the consumer may have ended
             connection.send(reason)

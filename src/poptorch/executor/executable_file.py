@@ -146,7 +146,7 @@ def read_file_for(filename: str, executor: Any) -> SavedExecutor:
     if saved.training != model.training:
         raise Error(
             f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
-            f" {kinds[model.training]}"
+            f" {kinds[model.training]}\n  fix: wrap the model with {kinds[saved.training]}, or poptorch.load(filename)"
         )
     if other := _other_weights(saved.shapes, model.shapes()):
         raise Error(

@@ -16,7 +16,8 @@ from typing import Any, Self, final
 
 from torch import Tensor
 
-from popengine.errors import Error, user_line, without_internal_frames
+from popengine.compile.recording.user_code import user_line
+from popengine.errors import Error, without_internal_frames
 from popengine.run.instances.connections import InstancesDiffer, PeerFailed, PeerLost
 from popengine.run.instances.process_group import current
 from popengine.settings import Counts

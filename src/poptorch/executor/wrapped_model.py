@@ -20,6 +20,7 @@ from popengine.run.instances.consistency import hash_of_sample
 from popengine.run.train_state import TrainState, move_to_host
 
 from ..annotating.replica_groups import GroupableParameter, Grouping
+from ..checks import checked
 from ..compiling.arguments import weights_of
 from ..nested_values import tensors_of
 from ..options import Options
@@ -58,13 +59,8 @@ class WrappedModel:
     def updatable_buffers(self, are_needed: bool = False) -> None:
         """Raise Error if a name in `Options.updatableNamedBuffers` is not a buffer's, or if none `are_needed`."""
         names = self.options._Popart("updatableNamedBuffers")
-        known = dict(self.user.named_buffers())
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise Error(
-                f"updatableNamedBuffers names {', '.join(unknown)}; the model's buffers are"
-                f" {', '.join(known) or 'none'}{did_you_mean(unknown[0], known)}"
-            )
+        for name in names:
+            checked("updatableNamedBuffers", name, tuple(dict(self.user.named_buffers())), Error)
         if are_needed and not names:
             raise Error(
                 "No named buffers marked as updatable\n"
@@ -88,11 +84,8 @@ def wrap(model: Any, options: Options | None, training: bool) -> WrappedModel:
     is_optimizer = isinstance(options, torch.optim.Optimizer)
     fix = f"{wrapper}(model, optimizer=optimizer)" if is_optimizer else "options = poptorch.Options()"
     given = Options() if options is None else checked_options(options, fix)
-    if not callable(model):
-        raise Error(
-            f"{wrapper}: the model is {model!r}, of type {type(model).__name__}\n"
-            f"  fix: {wrapper}(model, options), with a torch.nn.Module"
-        )
+    fix = f"{wrapper}(model, options), with a torch.nn.Module"
+    checked(f"{wrapper}: the model", model, Callable, Error, fix=fix)
     if not isinstance(model, nn.Module):
         function, model = model, nn.Module()
         model.forward = function

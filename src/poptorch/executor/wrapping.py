@@ -85,6 +85,11 @@ def _unwrap_module(model: Any) -> Any:
             f"the model is the class {model.__name__}, and an executor needs an object of it\n"
             f"  fix: model = {model.__name__}(...), and an optimizer of model.parameters()"
         )
+    owner, name = getattr(model, "__self__", None), getattr(model, "__name__", "forward")
+    if isinstance(owner, nn.Module) and name in vars(nn.Module) and name != "forward":
+        raise Error(
+            f"the model is a method, {name}\n  fix: parentheses: poptorch.inferenceModel(model.{name}())"
+        )
     if isinstance(model, optimized_module_type()):
         logger.warning(
             "torch.compile is left out: the module inside is wrapped, and compiled by its executor"

@@ -40,8 +40,8 @@ def cond(
         Error: in a compiled model: it is for training, a body writes into a tensor that isn't its own, or the bodies'
             outputs differ in number, shape or dtype
     """
-    _raise_unless_list("then_inps", then_inps)
-    _raise_unless_list("else_inps", else_inps)
+    checked("(Object is not list) then_inps", then_inps, list, ValueError)
+    checked("(Object is not list) else_inps", else_inps, list, ValueError)
     capture = current()
     if capture is None:
         body, given = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
@@ -80,7 +80,7 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         ValueError: `inputs` is not a list of tensors
         Error: the model is compiled for training; or outputs and inputs differ in number, shape or dtype
     """
-    _raise_unless_list("inputs", inputs)
+    checked("(Object is not list) inputs", inputs, list, ValueError)
     checked("poptorch.for_loop(): a count, which is known at compile time,", count, int, Error, least=0)
     for index, value in enumerate(inputs):
         words = f"(Object contained in list at index {index} is not torch.tensor) for_loop takes tensors"
@@ -103,11 +103,6 @@ def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list
         )
     run = torch.ops.popengine.loop_that_draws if traced.draws else torch.ops.popengine.loop
     return list(run(count, traced.as_text(), list(inputs), outer))
-
-
-def _raise_unless_list(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise ValueError(f"(Object is not list) {name} takes a list of tensors; found {type(value).__name__}")
 
 
 def _call_body(name: str, body: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:

@@ -32,13 +32,16 @@ def _check_step(optimizer: Any) -> None:
     """Raise AssertionError if an object is no optimizer, or its `step()` needs more than one gradient, or a sparse one,
     and Error if it lacks what executors read."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind, example = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "torch.optim.SGD"
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        fix = "make an object: torch.optim.SGD(model.parameters(), lr=0.1)"
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            kind, example = "a class", optimizer.__name__
+            kind, fix = "a class", fix.replace("torch.optim.SGD", optimizer.__name__)
+        elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+            fix = "trainer.setOptimizer(optimizer), after scheduler.step()"
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
             f" torch.optim.Optimizer; this one is {kind}\n"
-            f"  fix: make an object: {example}(model.parameters(), lr=0.1)"
+            f"  fix: {fix}"
         )
     if lacking := [name for name in ("param_groups", "state") if not hasattr(optimizer, name)]:
         raise Error(

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import ParamsT
 
-from popengine.errors import did_you_mean, without_internal_frames
+from popengine.errors import without_internal_frames
 from popengine.settings import Hyper
+from poptorch.checks import checked
 from poptorch.logs import logger
 
 _SMALL = 1 << 20  # elements of a group whose update costs mostly the start of operations
@@ -68,11 +69,7 @@ class VariableAttributes:
 
     def _checked_name(self, name: str) -> str:
         """Return `name`. Raises AssertionError if no attribute of this name can be marked."""
-        known = ", ".join(sorted(self._allowed))
-        meant = did_you_mean(name, self._allowed)
-        if name not in self._allowed:
-            raise AssertionError(f"Unknown attribute {name}, allowed values: {known}{meant}")
-        return name
+        return checked("variable_attrs", name, tuple(sorted(self._allowed)))
 
 
 class StateKind(NamedTuple):
@@ -133,11 +130,9 @@ class Optimizer:
         if isinstance(given.get("params"), torch.nn.Module):
             raise TypeError("an optimizer takes parameters, and not the model\n  fix: model.parameters()")
         for name, dtype in given.items():
-            if name.endswith("accum_type") and dtype not in (torch.float32, torch.float16):
-                raise AssertionError(
-                    "Accumulation types must be either torch.float32 or torch.float16, "
-                    f"but {name}={dtype!r} was given to poptorch.optim.{type(self).__name__}"
-                )
+            if name.endswith("accum_type"):
+                words = f"Accumulation types must be either torch.float32 or torch.float16: {name}"
+                checked(words, dtype, (torch.float32, torch.float16), fix=f"{name}=torch.float16")
         if self._needs_lr and "lr" not in given:
             groups = given["params"] = list(given["params"])
             lacking = [
@@ -205,6 +200,7 @@ class Optimizer:
             ipu_param = to_ipu_param(type(self), group_of, rates_of(self))
         return {"ipu_state": ipu_state, "ipu_param": ipu_param, **whole}
 
+    @without_internal_frames
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`: hyperparameters and state.
 

@@ -116,11 +116,12 @@ def chosen_devices(options: Options, training: bool) -> tuple[DeviceKind, tuple[
         counts = options._counts()
         devices.check_available(kinds[0], counts.processes if training or counts.parts > 1 else 1)
         count = 0 if kinds[0] == "cpu" else devices.accelerator_count()
-        missing = [name for name in names if name != "cpu" and int(name.partition(":")[2]) >= count]
-        if missing:
-            known = ", ".join(f"{kinds[0]}:{index}" for index in range(count))
-            raise Error(
-                f"options.device(): there is no {missing[0]}\n  fix: one of those that torch finds: {known}"
+        for name in names:
+            checked(
+                f"there is no {name}: options.device()",
+                name,
+                ("cpu", *(f"{kinds[0]}:{i}" for i in range(count))),
+                Error,
             )
         if not names and count > 1:
             names = tuple(f"{kinds[0]}:{index}" for index in range(count))

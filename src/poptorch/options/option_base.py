@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from popengine.errors import did_you_mean, without_internal_frames
+from poptorch.checks import meant_number
 from poptorch.logs import log_no_effect
 
 T = TypeVar("T")
@@ -148,15 +149,13 @@ class OptionsDict:
                 return getattr(self, self._renamed[name])
             if name.startswith("__"):  # `copy` and `pickle` look for such methods, and need no suggestion
                 raise AttributeError(f"Invalid attribute {name!r}", name=name)
-            known = {**names_of_groups(), **{name: name for name in _public_names(self)}}
-            meant = did_you_mean(name, known, shown=known)
-            # The name keeps Python from a second suggestion.
-            raise AttributeError(f"Invalid attribute {name!r} for {type(self).__name__}{meant}", name=name)
+            words = f"Invalid attribute {name!r} for {type(self).__name__}{self._meant(name)}"
+            raise AttributeError(words, name=name)  # the name keeps Python from a second suggestion
 
         @without_internal_frames
         def __setattr__(self, name: str, value: Any) -> None:
             if not name.startswith("_"):
-                self._check_exists(name)
+                self._check_exists(name, repr(value))
                 self.createOrSet(**{name: value})
             elif name not in vars(self):
                 raise AttributeError(f"Invalid private attribute {name!r} for {type(self).__name__}")
@@ -164,25 +163,35 @@ class OptionsDict:
                 self.checkIsFrozen()
                 vars(self)[name] = value
 
+    def _fix_of_keywords(self, values: dict[str, Any]) -> str:
+        """Return the setters that are meant by keywords of a call, such as `Options(deviceIterations=4)`."""
+        known = {name: text for name, text in names_of_groups().items() if "_" not in name}  # setters
+        calls = [f"{known[name]}({value!r})" for name, value in values.items() if name in known]
+        meant = "".join(did_you_mean(name, known) for name in values.keys() - known.keys())
+        fix = "; ".join(["options = poptorch.Options()", *calls])
+        return f"options are set by methods{meant}\n  fix: {fix}"
+
     def _set_popart(self, name: str, value: Any) -> Self:
         self._popart._store(name, value)
         return self
 
-    def _check_exists(self, name: str) -> None:
+    def _meant(self, name: str) -> str:
+        """Return which option or setter, also of another part of the options, `did_you_mean`."""
+        known = {**names_of_groups(), **{name: name for name in _public_names(self)}}
+        return did_you_mean(name, known, shown=known)
+
+    def _check_exists(self, name: str, value: str = "value") -> None:
         if hasattr(type(self), name) and not self.exists(name):
-            raise AssertionError(f"{name} is a method\n  fix: {name}(value)")
+            raise AssertionError(f"{name} is a method\n  fix: {self._path}.{name}({value})")
         if not self.exists(name):
             raise AssertionError(
-                f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}"
-                f"{did_you_mean(name, self._values)}"
+                f"Invalid option {name}, valid options are {', '.join(sorted(self._values))}{self._meant(name)}"
             )
 
     def _checked_value(self, name: str, value: Any) -> Any:
         expected = type(vars(self).get(name, value))
-        digits = re.match("0*([1-9][0-9]*)", str(value))
-        number = digits[1] if digits else 1
         setter = re.sub("_(.)", lambda letter: letter[1].upper(), name)
-        fix = f"\n  fix: {self._path}.{setter}({number})" if name in _POSITIVE else ""
+        fix = f"\n  fix: {self._path}.{setter}({meant_number(value, 1)})" if name in _POSITIVE else ""
         if not isinstance(value, expected):
             raise AssertionError(
                 f"Unexpected type {type(value).__name__} for option {name}: {value!r}."

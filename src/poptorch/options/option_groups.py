@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 import torch
 
-from poptorch.annotating.strategies import AutoBalance, ExecutionStrategy, PipelinedExecution
+from poptorch.annotating.strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.checks import checked
-from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.logs import logger
 from poptorch.options.option_base import OptionsDict
 
@@ -66,13 +66,15 @@ class ExecutionOptions(OptionsDict):
             )
         if input_group_type is CommGroupType.NoGrouping:
             return self.set(input_group_size=1, input_cgt=CommGroupType.Consecutive)
-        size = input_group_size
-        if not isinstance(size, int) or size < 1 or self.replication_factor % size:
-            raise ValueError(
-                f"input_group_size {size!r} must be a number from 1 that divides the replication factor "
-                f"{self.replication_factor}; call replicationFactor first"
-            )
-        return self.set(input_group_size=size, input_cgt=input_group_type)
+        replicas = self.replication_factor
+        sizes = tuple(size for size in range(1, replicas + 1) if replicas % size == 0)
+        checked(
+            f"input_group_size of {replicas} replicas (replicationFactor)",
+            input_group_size,
+            sizes,
+            ValueError,
+        )
+        return self.set(input_group_size=input_group_size, input_cgt=input_group_type)
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
         """Choose which buffers forward may change if this process has several replicas. True (default):
@@ -81,20 +83,18 @@ class ExecutionOptions(OptionsDict):
         return self.set(broadcast_buffers=broadcast_buffers)
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Self:
-        """Set which blocks form a stage, and in which order the stages run (default: `PipelinedExecution()`)."""
-        if not isinstance(strategy, ExecutionStrategy):
-            name = getattr(strategy, "__name__", "PipelinedExecution")
-            argument = f"poptorch.AutoStage.{strategy.name}" if isinstance(strategy, AutoStage) else ""
-            argument = f"poptorch.{strategy}" if isinstance(strategy, AutoBalance) else argument
-            raise AssertionError(
-                f"setExecutionStrategy takes a strategy; found {strategy!r}\n"
-                f"  fix: options.setExecutionStrategy(poptorch.{name}({argument}))"
-            )
-        self._execution_strategy = strategy
+        """Set which blocks form a stage, and in which order the stages run (default: `PipelinedExecution()`).
+
+        >>> options.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
+        """
+        self._execution_strategy = checked("setExecutionStrategy", strategy, ExecutionStrategy)
         return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Choose the outputs that a call returns. Only EveryN uses the return period (device iterations)."""
+        """Choose the outputs that a call returns. Only EveryN uses the return period (device iterations).
+
+        >>> options.outputMode(poptorch.OutputMode.EveryN, 4)
+        """
         period = _return_period(checked("outputMode", output_mode, OutputMode), output_return_period)
         return self.set(output_mode=output_mode, output_return_period=period)
 
@@ -125,17 +125,14 @@ class ExecutionOptions(OptionsDict):
 
     def randomSeed(self, random_seed: int) -> Self:
         """Set the seed of the model's random numbers, and call `torch.manual_seed` with this seed at once."""
-        self.createOrSet(random_seed=checked("randomSeed", random_seed, int))
+        self.createOrSet(random_seed=checked("randomSeed", random_seed, int, fix="options.randomSeed({})"))
         torch.manual_seed(random_seed)
         return self
 
     def enableSyntheticData(self, enabled: bool | int) -> Self:
         """Choose whether calls replace their inputs by values that are generated once: normally distributed
         for True, else as a `popart.SyntheticDataMode` says. Outputs are then meaningless."""
-        if not isinstance(enabled, int) or not 0 <= enabled <= 3:
-            raise AssertionError(
-                f"enableSyntheticData takes a bool or a popart.SyntheticDataMode; found {enabled!r}"
-            )
+        checked("enableSyntheticData", enabled, tuple(range(4)), fix="options.enableSyntheticData(True)")
         mode = enabled * _SYNTHETIC_NORMAL if isinstance(enabled, bool) else int(enabled)
         return self._set_popart("syntheticDataMode", mode)
 
@@ -243,10 +240,13 @@ class DeviceOptions(OptionsDict):
         """*Pando*: compute on the "cpu" (default), or on GPUs: "cuda" (NVIDIA, AMD) or "xpu" (Intel). With several
         GPUs, ipu i of replica r is on GPU r · ipus + i, modulo their number. A list has the device of each ipu, for
         all replicas: `["cuda:0", "cuda:1"]` or `["cpu", "cuda:0"]`. Takes precedence over the environment variable
-        POPTORCH_DEVICE."""
+        POPTORCH_DEVICE.
+
+        >>> options.device("cuda")
+        """
         for name in (kind if isinstance(kind, list) else ()) or [kind]:
             if name is kind or not re.fullmatch(r"cpu|(cuda|xpu)(:\d+)?", str(name)):
-                checked("device", name, DEVICES, fix='options.device("cuda")')
+                checked("device", name, DEVICES)
         return self.createOrSet(device_kind=kind)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
@@ -281,8 +281,8 @@ class DeviceOptions(OptionsDict):
         for key, value in given.items():
             if not re.fullmatch(r"IPU\d+", str(key)) or not isinstance(value, Real):
                 raise AssertionError(
-                    "setAvailableMemoryProportion takes a dictionary whose keys start with "
-                    f'"IPU", and whose values are numbers, as {{"IPU0": 0.5}}; found {key!r}: {value!r}'
+                    'setAvailableMemoryProportion takes a dictionary whose keys start with "IPU", and whose values are'
+                    f" numbers; found {key!r}: {value!r}"
                 )
         return self.set(available_memory_proportion={int(key[3:]): value for key, value in given.items()})
 
@@ -323,9 +323,12 @@ class ReportingOptions(OptionsDict):
     def enableProfiling(self, profile_dir: str | os.PathLike[str] | None = None) -> Self:
         """Write a report page, `report.html`, into the folder `profile_dir` (default: the current directory), and a
         profile into a folder in it. This folder has the name of the model (`modelName`), else "training" or
-        "inference"."""
-        given, fix = "." if profile_dir is None else profile_dir, 'options.enableProfiling("report")'
-        directory = os.fspath(checked("enableProfiling", given, str | os.PathLike, TypeError, fix=fix))
+        "inference".
+
+        >>> options.enableProfiling("report")
+        """
+        given = "." if profile_dir is None else profile_dir
+        directory = os.fspath(checked("enableProfiling", given, str | os.PathLike, TypeError))
         wanted = {"autoReport.all": "true", "autoReport.directory": directory}
         if clash := ", ".join(sorted(wanted.keys() & _engine_options_of_environment().keys())):
             logger.warning("POPLAR_ENGINE_OPTIONS sets %s too: enableProfiling takes precedence", clash)

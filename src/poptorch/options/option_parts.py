@@ -90,7 +90,9 @@ class Precision(OptionsDict):
 
     def enableStochasticRounding(self, enabled: bool) -> Self:
         """Set whether half-precision weights are updated with stochastic rounding (no error on average)."""
-        checked("enableStochasticRounding", enabled, int)
+        checked(
+            "enableStochasticRounding", enabled, int, fix="options.Precision.enableStochasticRounding(True)"
+        )
         return self._set_popart("enableStochasticRounding", bool(enabled))
 
     def enableFloatingPointExceptions(self, enabled: bool) -> Self:
@@ -137,12 +139,12 @@ class Jit(OptionsDict):
 
     def traceModel(self, trace_model: bool) -> Self:
         """Refused: True asks for tracing with TorchScript, which is gone, and raises ValueError."""
-        logger.warning("Jit.traceModel is deprecated: leave it out")
         if trace_model:
             raise ValueError(
                 "Jit.traceModel(True) asks for tracing with TorchScript, which is gone: models are captured "
                 "by dispatching. Leave the option out"
             )
+        logger.warning("Jit.traceModel is deprecated: leave it out")
         return self.set(trace_model=False)
 
 
@@ -273,11 +275,8 @@ class Distributed(OptionsDict):
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Set the id of this process, from 0, and the number of processes, as loaders divide a dataset. It is
         for programs that no launcher starts. Raises AssertionError unless 0 <= process_id < num_processes."""
-        whole = isinstance(process_id, int) and isinstance(num_processes, int)
-        if not whole or not 0 <= process_id < num_processes:
-            raise AssertionError(
-                f"process {process_id!r} of {num_processes!r}: an id is an integer from 0 and below the number"
-            )
+        checked("configureProcessId: num_processes", num_processes, int, least=1)
+        checked("configureProcessId: process_id", process_id, tuple(range(num_processes)))
         self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
         return self.set(instances_per_replica=1)
 

@@ -14,13 +14,13 @@ from typing import Any, Self
 
 import torch
 
-from popengine.errors import did_you_mean
 from popengine.settings import Counts
 from poptorch import enums
 from poptorch.annotating import strategies
+from poptorch.checks import checked
 from poptorch.enums import CommGroupType, member_by_name
 from poptorch.options import option_parts
-from poptorch.options.option_base import OptionsDict, merge_disjoint, names_of_groups, sorted_repr
+from poptorch.options.option_base import OptionsDict, merge_disjoint, sorted_repr
 from poptorch.options.option_groups import DeviceOptions, ExecutionOptions, ReportingOptions
 
 
@@ -52,13 +52,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
     TensorLocations: option_parts.TensorLocations
     Training: option_parts.Training
 
-    def __init__(self, **values: Any) -> None:
-        if values:
-            known = {name: text for name, text in names_of_groups().items() if "_" not in name}  # setters
-            lines = [f"{known[name]}({value!r})" for name, value in values.items() if name in known]
-            meant = "".join(did_you_mean(name, known) for name in values.keys() - known.keys())
-            fix = "; ".join(["options = poptorch.Options()", *lines])
-            raise TypeError(f"poptorch.Options takes no arguments{meant}\n  fix: {fix}")
+    def __init__(self) -> None:
         popart = option_parts.Popart()
         super().__init__(popart)
         vars(self).update(
@@ -74,14 +68,16 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
             try:
                 self.from_json(defaults)
             except Exception as error:
-                where = f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}"
-                error.add_note(f"{where}\n  fix: POPTORCH_DEFAULT_OPTIONS='{{\"deviceIterations\": 4}}'")
+                error.add_note(f"in the environment variable POPTORCH_DEFAULT_OPTIONS: {defaults}")
                 raise
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file with one setting per line, written as after `options.`, such as `deviceIterations(4)`.
 
         Blank lines and lines that begin with # are skipped. Settings before a faulty line remain applied.
+
+        >>> options.loadFromFile("options.txt")  # with lines such as: deviceIterations(4)
+
         Raises: ConfigFileError for a line that is not a setting; the setter's error for a bad value.
         """
         path = Path(filepath)
@@ -105,12 +101,13 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
         A list holds several positional arguments. A string (not in a list) that names an enum's member
         becomes that member.
+
+        >>> options.from_json('{"deviceIterations": 4}')
+
         Raises: ValueError for other JSON; AttributeError for an unknown setting; the setter's own errors.
         """
         settings = json.loads(string)
-        if not isinstance(settings, dict):
-            raise ValueError(f"options are a JSON object, from setting to argument; found {string}")
-        for name, value in settings.items():
+        for name, value in checked("a JSON object of options", settings, dict, ValueError).items():
             setter = self
             for part in name.split("."):
                 _refuse_private_name(part)

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from popengine.errors import Error, user_line
+from popengine.errors import Error
 from popengine.settings import Counts
 from popengine.torch_private import hash_of_bits
 
+from ..checks import checked
 from ..nested_values import spec_of, tensors_of
 from .meeting import ranks_text
 
@@ -20,22 +22,17 @@ def check_arguments(
     model: Any, options: Any, optimizer: Any, update: Any, updates: Any, micro_batches: Any
 ) -> None:
     """Raise Error, if an argument of `compare` has another type than it must have, or does not fit the others."""
-    number = 1 if micro_batches is None else micro_batches
-    checks = (
-        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
-        ("options", options, options is None or hasattr(options, "_counts"), "a poptorch.Options or None"),
-        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer | None), "an optimizer or None"),
-        ("update", update, isinstance(update, Callable | None), "a function of model, optimizer and batch"),
-        ("updates", updates, isinstance(updates, int) and updates > 0, "a positive int"),
-        ("micro_batches", number, isinstance(number, int) and number > 0, "a positive int"),
-    )
-    for name, value, is_right, needed in checks:
-        if not is_right:
-            raise Error(
-                f"compare: {name} is of type {type(value).__name__}, and must be {needed}\n  fix: "
-                f"compare({'trainer.' * hasattr(value, 'destroy')}model, options, batch, optimizer, update=...), where"
-                " a batch is one tuple"
-            )
+    from ..options import Options  # loads all strategies
+
+    fix = f"compare({'trainer.' * hasattr(model, 'destroy')}model, options, batch, optimizer, update=...)"
+    check = partial(checked, error=Error, fix=f"{fix}, where a batch is one tuple")
+    check("compare: model", model, nn.Module)
+    kinds = (options, Options), (optimizer, torch.optim.Optimizer), (update, Callable)
+    for name, (value, kind) in zip(("options", "optimizer", "update"), kinds, strict=True):
+        if value is not None:
+            check(f"compare: {name}", value, kind)
+    check("compare: updates", updates, int, least=1)
+    check("compare: micro_batches", 1 if micro_batches is None else micro_batches, int, least=1)
     if options is not None and micro_batches is not None:
         raise Error("compare: options have a number of micro-batches\n  fix: leave out micro_batches")
     if options is not None and options.exists("batch_dims"):
@@ -73,6 +70,8 @@ def fingerprint(
     items = [(argument, text, "") for argument, text in settings.items()]
     for argument, tensors in named.items():
         items += [(argument, f"{name} {[*t.shape]} {t.dtype}", hash_of_bits(t)) for name, t in tensors]
+    from popengine.compile.recording.user_code import user_line  # loads the compiler
+
     return Fingerprint(user_line(), items)
 
 

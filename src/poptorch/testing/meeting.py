@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from popengine.errors import Error, user_line
+from popengine.errors import Error
 from popengine.torch_private import default_store, process_groups
 
 T = TypeVar("T")
@@ -91,6 +91,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _text(error: BaseException) -> str:
     """Return what an error says, and the user's line that raised it."""
+    from popengine.compile.recording.user_code import user_line  # loads the compiler
+
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     if isinstance(error, Error):
         text = error.message.removeprefix("compare: ")[:300]

@@ -111,7 +111,7 @@ def test_a_rank_that_leaves_is_an_error_on_the_others(errors):
 def test_other_arguments_or_types_are_an_error_on_all_ranks(errors):
     one, other = (lines[1:] for lines in errors["fails"])
     assert one == other and len(one) == 4
-    assert "ranks 0 and 1: options is of type Tensor, and must be a poptorch.Options or None" in one[0]
+    assert "ranks 0 and 1: options takes a poptorch.Options; found a Tensor" in one[0]
     assert "rank 1 passes another argument than rank 0: the number of micro-batches" in one[1]
     assert "rank 1 passes another argument than rank 0: the optimizer" in one[2] and "'lr': 2.0" in one[2]
     assert one[3].startswith("compare: rank 0: forward returns no loss")

@@ -84,7 +84,11 @@ def test_a_per_replica_parameter_has_a_row_a_group_and_reduces_within_it(kind, s
         ("weight", (CommGroupType.All, 1), "fix:"),
         ("weight", "all", "fix:"),
         ("weight", (1, 1, 1), "takes a poptorch.CommGroupType"),
-        ("wait", (CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup), "use one of weight"),
+        (
+            "wait",
+            (CommGroupType.All, 1, VariableRetrievalMode.OnePerGroup),
+            "takes one of 'weight'; found 'wait'",
+        ),
     ],
 )
 def test_a_grouping_that_is_none_is_refused(name, given, message):
@@ -171,7 +175,7 @@ def test_named_buffers_must_be_named_and_exist():
     with pytest.raises(poptorch.Error, match="No named buffers marked as updatable"):
         executor.copyNamedBuffersToDevice()
     executor = poptorch.inferenceModel(offset(), options().updatableNamedBuffers(["offest"]))
-    with pytest.raises(poptorch.Error, match="offest; the model's buffers are offset"):
+    with pytest.raises(poptorch.Error, match="found 'offest'; did you mean 'offset'"):
         executor(torch.zeros(1))
 
 

@@ -264,7 +264,10 @@ def test_plain_functions_can_be_wrapped():
 
 def test_what_is_passed_in_the_wrong_place_is_named_with_the_right_call():
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(poptorch.Error, match=r"poptorch\.trainingModel: the model is 'Linear', of type str"):
+    with pytest.raises(
+        poptorch.Error,
+        match=r"poptorch\.trainingModel: the model takes a module or a function; found 'Linear'",
+    ):
         poptorch.trainingModel("Linear")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(poptorch.Error, match=r"fix: poptorch\.trainingModel\(model, optimizer=optimizer\)"):

@@ -57,7 +57,7 @@ def test_assignment_checks_like_a_setter():
     with pytest.raises(AssertionError, match="must be 1 or more"):
         options.device_iterations = 0
     with pytest.raises(
-        AssertionError, match=r"deviceIterations is a method\n  fix: deviceIterations\(value\)"
+        AssertionError, match=r"deviceIterations is a method\n  fix: options.deviceIterations\(5\)"
     ):
         options.deviceIterations = 5
 

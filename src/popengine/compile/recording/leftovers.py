@@ -153,8 +153,8 @@ class Shelves(dict[int, Shelf]):
             if undone := [path for shelf in self.values() for path in shelf.restore()]:
                 logger.warning(
                     "the forward sets %s to a tensor, which has no value outside of the compiled model: the attribute"
-                    " is as it was before; return the tensor from forward, if the program needs it; a layer that"
-                    " forward makes is not trained: make it in __init__",
+                    " is as it was before\n  fix: return the tensor from forward, if the program needs it; make layers"
+                    " in __init__, because a layer that forward makes is not trained",
                     ", ".join(undone),
                 )
 

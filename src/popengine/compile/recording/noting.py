@@ -213,8 +213,9 @@ class Noting(TorchFunctionMode):
     def before_write(self, owner: Any, name: str, value: Any) -> None:
         """Note the user's line that sets an attribute that was read, and an attribute of a layer that is set. One that
         was read and is set to itself is left as it is."""
-        if isinstance(owner, nn.Module) and id(owner) not in self._layers:
-            path = type(owner).__name__
+        is_other = isinstance(owner, nn.Module) and id(owner) not in self._layers
+        if is_other and id(vars(owner)) not in self._shelves:  # a layer that forward makes, mostly
+            path = f"{user_line()}: {type(owner).__name__}"
             for shelf in (vars(owner), owner._parameters, owner._buffers):
                 self._shelves.add(shelf, shelf, path)
         if (reached := self._reached.get(id(owner))) is not None:

@@ -269,12 +269,16 @@ def _check_members(named: list[tuple[str, Tensor]], training: bool) -> None:
 def _check_none_made(prefix: str, made: Iterable[str]) -> None:
     """Raise CaptureError if a forward has made weights. `prefix`: as in "Parameter layer."; `made`: their names."""
     if names := sorted(made):
-        raise CaptureError(
-            f"{prefix}{names[0]} is made by the forward\n"
-            "  why: a compiled model has the weights that it has when it is compiled; this one would not be trained\n"
-            "  fix: make it in __init__; or run the model once in plain PyTorch, `model(*micro_batch)`, before it is"
-            " wrapped"
-        )
+        raise CaptureError(made_text(prefix + names[0]))
+
+
+def made_text(name: str) -> str:
+    """Return the text of the error for a weight, buffer or layer that forward makes, and that later calls need."""
+    return (
+        f"{name} is made by the forward\n"
+        "  why: a compiled model has the weights and buffers that it has when it is compiled; this one would be lost\n"
+        "  fix: make it in __init__, or run the model once in plain PyTorch, `model(*micro_batch)`, before wrapping it"
+    )
 
 
 def _removed_layers(children: dict[str, Any], before: dict[str, Any]) -> list[str]:

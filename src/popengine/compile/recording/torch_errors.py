@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CaptureError, Error
+from ...texts import HINTS_OF_VALUES, Hints, hint_for
 from ...torch_private import FAKE_TENSOR_LOG, VALUE_READS
 from .user_code import TORCH, user_line
 
@@ -25,8 +25,7 @@ ROWS_DIFFER = "different numbers of rows"  # words of `given`, see `explaining_t
 _NUMPY = "'numpy.ndarray' and 'FakeTensor'"
 _SUBCLASS = "Creating a new Tensor subclass"
 
-# By expression, the reason and the fix of errors whose text (or `given`) it matches; the first that matches counts.
-_HINTS = {
+_HINTS: Hints = {  # also match `given`
     _NUMPY: (
         "a tensor has no values for numpy while the model is compiled",
         "compute with tensors: torch.from_numpy(array)",
@@ -36,26 +35,20 @@ _HINTS = {
         "leave the subclass out of forward, or wrap what forward returns; `value.as_subclass(torch.Tensor)` before the"
         " call makes a constant plain",
     ),
-    "int32/int64|Long|Integers are expected": (
-        "indices and class numbers are integers",
-        "pass them as integers: `labels.long()`",
-    ),
-    "0D or 1D target tensor expected": (
-        "class numbers are one dimension less than the scores of the classes",
-        "remove the dimension: `labels.squeeze(1)`; or pass probabilities, as floats of the scores' shape",
+    **HINTS_OF_VALUES,
+    "more than 1 value per channel": (
+        "batch normalization in training needs two values or more for each channel",
+        "micro-batches of two rows or more: poptorch.DataLoader(options, dataset, batch_size=2)",
     ),
     "not NoneType": (
         "an argument of the operation is None: perhaps an optional argument of forward that the call leaves out",
         "pass this argument in the call of the model",
     ),
-    r"must be Tensor, not (list|tuple)[\s\S]*\[0\]: torch\.": (
-        "an argument of forward is a list of tensors, and the operation takes one tensor",
-        "pass the tensors as separate arguments: model(x, y), or model(*batch)",
+    r"must be Tensor, not (list|tuple|dict)[\s\S]*\[[^]]+\]: torch\.": (
+        "an argument of forward is a list or dictionary of tensors, and the operation takes one tensor",
+        "pass the tensors as separate arguments: model(*batch), of a dictionary model(**batch)",
     ),
-    r'must be Tensor, not dict[\s\S]*\["': (
-        "an argument of forward is a dictionary of tensors, and the operation takes one tensor",
-        "pass its entries as named arguments: model(**batch)",
-    ),
+    "not DataLoader": ("a call takes one batch", "for batch in loader: model(*batch)"),
     "must be Tensor, not|must be tuple of Tensors, not|must be Tensor or|received an invalid combination": (
         "an argument that is no tensor is a constant of the compiled model",
         "pass tensors: torch.from_numpy(array), torch.tensor(numbers)",
@@ -82,7 +75,7 @@ _HINTS = {
     ),
     "same reduction dim|shapes cannot be multiplied": (
         "the last dimension of an argument is not the number of features that the layer takes",
-        "such as `images.flatten(1)` for images that are rows of a linear layer",
+        "such as `images.flatten(1)` for images that are rows of a linear layer; or another order of the arguments",
     ),
     "": (  # all others
         "torch refuses this operation on tensors of such shapes and types",
@@ -122,12 +115,9 @@ def explaining_torch_errors(given: str) -> Iterator[None]:
         if isinstance(error, (Error, RecursionError)) or not is_raised_by_torch:
             raise
         words = f"{type(error).__name__}: {error}".partition(" You may have run into this message")[0]
-        why, fix = next(hint for text, hint in _HINTS.items() if re.search(text, f"{words}\n{given}"))
         raise _capture_error_class(next(cls for cls in _ERROR_CLASSES if isinstance(error, cls)))(
             f"{user_line(error)}: torch fails in the forward: {words}\n"
-            f"  forward was given {given or 'no arguments'}\n"
-            f"  why: {why}\n"
-            f"  fix: {fix}"
+            f"  forward was given {given or 'no arguments'}" + hint_for(f"{words}\n{given}", _HINTS)
         ).with_traceback(error.__traceback__) from None
     finally:
         FAKE_TENSOR_LOG.disabled = before
