@@ -69,9 +69,9 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     assignments = dict[str, Any](type=lambda text: text.partition("=")[::2], action="append", default=[])
 
-    def command(name: str, run: Command, summary: str, *shared: str, more: str = "") -> Callable[..., Any]:
+    def command(name: str, run: Command, summary: str, *shared: str, about: str = "") -> Callable[..., Any]:
         added = commands.add_parser(
-            name, help=summary, description=more or f"{summary[0].upper()}{summary[1:]}."
+            name, help=summary, description=about or f"{summary[0].upper()}{summary[1:]}."
         )
         added.set_defaults(run=run)
         for option in shared:
@@ -87,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--image", **assignments, metavar="OLD=NEW", help="replace an image; OLD can have *")
     add("--drop", default="", metavar="resources,security", help="remove these parts of the template")
 
-    add = command("run", run_file, "run a file's workers here, as processes", "file", "--name", more=_LOCAL)
+    add = command("run", run_file, "run a file's workers here, as processes", "file", "--name", about=_LOCAL)
     add("--local", action="store_true", help="on this machine (required)")
     add("--command", metavar="TEXT", help="run this bash command instead of the file's")
     add("--clone", **assignments, metavar="URL=FOLDER", help="copy FOLDER when the job clones URL")
@@ -146,7 +146,7 @@ def check_files(arguments: argparse.Namespace) -> int:
 
     for file in arguments.files:
         documents = collect(read_documents, file) or ()
-        for document in [each for each in documents if each.kind == "IPUJob"] or documents:
+        for document in [document for document in documents if document.kind == "IPUJob"] or documents:
             if job := collect(load_job, document):
                 print(
                     f"{file}: {job.name}: {counted(job.instances, 'instance')} of"
@@ -158,12 +158,12 @@ def check_files(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _split_words(option: str, text: str, known: Sequence[str]) -> set[str]:
-    """Return the comma-separated words of an option. Raises: InputError, if one is not in `known`"""
+def _split_words(option: str, text: str, choices: Sequence[str]) -> set[str]:
+    """Return the comma-separated words of an option. Raises: InputError, if one is not in `choices`"""
     words = set(filter(None, text.split(",")))
-    for word in sorted(words.difference(known)):
-        meant = did_you_mean(word, known)
-        raise InputError(f"ipujob: {option} {word}: only {', '.join(known)} are known{meant}")
+    for word in sorted(words.difference(choices)):
+        meant = did_you_mean(word, choices)
+        raise InputError(f"ipujob: {option} {word}: only {', '.join(choices)} are known{meant}")
     return words
 
 
@@ -182,8 +182,8 @@ def render_file(arguments: argparse.Namespace) -> int:
             raise document.error(faults)
         objects, left_out = render.render(job, arguments.way)
         if namespace := document.value["metadata"].get("namespace"):
-            for each in objects:
-                each["metadata"]["namespace"] = namespace
+            for resource in objects:
+                resource["metadata"]["namespace"] = namespace
         printed += objects
         for text in left_out:
             print(document.located_message("", f"warning: {text}"), file=sys.stderr)

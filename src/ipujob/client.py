@@ -57,8 +57,8 @@ class Cluster:
     ) -> list[Object]:
         """Return the objects of a kind that match the selectors, in one namespace or in all (None)."""
         params = {"labelSelector": labels, "fieldSelector": fields}
-        found = self._call("GET", _kind_path(kind, namespace), params=params)
-        return [{"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, **item} for item in found["items"]]
+        answer = self._call("GET", _kind_path(kind, namespace), params=params)
+        return [{"apiVersion": _VERSIONS.get(kind, "v1"), "kind": kind, **item} for item in answer["items"]]
 
     def watch(self, kind: str, namespace: str | None = None, labels: str = "") -> Iterator[str]:
         """Yield a line of JSON for each object of a kind, then for each change, for up to five minutes."""

@@ -124,10 +124,10 @@ def with_overrides(document: Document, name: str | None = None, command: str | N
         start = metadata.pop("generateName", None)
         metadata["name"] = name or metadata.get("name") or start + "".join(random.choices(_LETTERS, k=5))
         if command is not None:
-            own = value["spec"]["workers"]["template"]["spec"]["containers"][0]
-            own |= {"command": ["/bin/bash", "-c", command], "args": []}
+            container = value["spec"]["workers"]["template"]["spec"]["containers"][0]
+            container |= {"command": ["/bin/bash", "-c", command], "args": []}
             if "launcher" in value["spec"]:
-                value["spec"]["launcher"]["command"] = own["command"]
+                value["spec"]["launcher"]["command"] = container["command"]
     except (KeyError, TypeError, IndexError, AttributeError):
         return document
     return dataclasses.replace(document, value=value)

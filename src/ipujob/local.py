@@ -206,9 +206,9 @@ def _worker_variables(
     return environment
 
 
-def _expand_variables(text: str, known: Mapping[str, str]) -> str:
+def _expand_variables(text: str, variables: Mapping[str, str]) -> str:
     """Return a text with $(NAME) replaced as in Kubernetes: $$ becomes $, an unknown $(NAME) stays."""
-    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else known.get(m[1], m[0]), text)
+    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), text)
 
 
 def _field_path(variable: Object) -> str:

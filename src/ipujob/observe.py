@@ -50,8 +50,8 @@ def observe(
     if is_terminating(value):
         return Decision({})
     old = value.get("status") or {}
-    own_pods = [each for each in owned if each["kind"] == "Pod"]
-    services = [each for each in owned if each["kind"] == "Service"]
+    own_pods = [pod for pod in owned if pod["kind"] == "Pod"]
+    services = [service for service in owned if service["kind"] == "Service"]
     job, faults = parse(value, device, images)
     if old.get("completionTime"):
         return _observe_ended_job(value, job, own_pods, services, now)
@@ -92,7 +92,7 @@ def observe(
         gone += [pod for pod in remaining if _should_delete(job, pod)] + services
     elif job.has_service and not services and job.instances:
         create.insert(0, pods.headless_service(job))
-    create = [pods.with_owner(each, value) for each in create]
+    create = [pods.with_owner(resource, value) for resource in create]
     return Decision(_status_patch(old, status, now), gone, create)
 
 
@@ -173,10 +173,10 @@ def _next_instance_records(
     instances, create = {}, []
     delete = [pod for pod in own_pods if int_label(pod, INSTANCE) >= job.instances]
     for number in range(job.instances):
-        known = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
+        record_now = {"state": "Pending", "restarts": 0, **(record.get(str(number)) or {})}
         of_instance = [pod for pod in own_pods if int_label(pod, INSTANCE) == number]
-        instances[str(number)], missing, gone = _next_instance_record(job, known, of_instance)
-        first_worker, attempt = number * job.workers, known["restarts"]
+        instances[str(number)], missing, gone = _next_instance_record(job, record_now, of_instance)
+        first_worker, attempt = number * job.workers, record_now["restarts"]
         create += [pods.worker_pod(job, first_worker + worker, attempt) for worker in missing]
         delete += gone
     return instances, create, [pod for pod in delete if not is_terminating(pod)]
@@ -190,9 +190,9 @@ def _next_instance_record(
     if state in ENDED:
         return record, [], _pods_to_delete(state, own_pods)
     attempt = -1 if state == "Lost" else restarts  # -1: delete all pods of a lost attempt
-    others = [pod for pod in own_pods if int_label(pod, ATTEMPT) != attempt]
-    if others:
-        return record, [], others
+    of_other_attempts = [pod for pod in own_pods if int_label(pod, ATTEMPT) != attempt]
+    if of_other_attempts:
+        return record, [], of_other_attempts
     there = {int_label(pod, WORKER) for pod in own_pods}
     missing = [worker for worker in range(job.workers) if worker not in there]
     failed = pods.failed_pods(job, own_pods)

@@ -60,9 +60,9 @@ class Operator:
         jobs = self.cluster.list("IPUJob", self.namespace)
         owned: dict[str, list[Object]] = defaultdict(list)
         for kind in ("Pod", "Service"):
-            for each in self.cluster.list(kind, self.namespace, labels=JOB):
-                for owner in each["metadata"].get("ownerReferences") or []:
-                    owned[owner["uid"]].append(each)
+            for resource in self.cluster.list(kind, self.namespace, labels=JOB):
+                for owner in resource["metadata"].get("ownerReferences") or []:
+                    owned[owner["uid"]].append(resource)
         uids = {job["metadata"]["uid"] for job in jobs}
         self.refusals = {uid: refusal for uid, refusal in self.refusals.items() if uid in uids}
         for job in jobs:
@@ -88,14 +88,15 @@ class Operator:
             # Written before each creation, even if nothing has changed: the write fails if the job has changed.
             self.cluster.patch_status(job, decision.status or {"lastReconcileTime": utc_stamp(now)})
             self._report_change(job, decision.status, utc_stamp(now))
-        for each in decision.delete:
-            self._log(job, f"delete {each['kind']} {each['metadata']['name']}")
-            self.cluster.delete(each)  # 404, 409 (gone, or a new object has its name): the next round sees it
-        for each in create:
-            name = each["metadata"]["name"]
-            self._log(job, f"create {each['kind']} {name}")
+        for resource in decision.delete:
+            self._log(job, f"delete {resource['kind']} {resource['metadata']['name']}")
+            # 404, 409 (gone, or a new object has its name): the next round sees it
+            self.cluster.delete(resource)
+        for resource in create:
+            name = resource["metadata"]["name"]
+            self._log(job, f"create {resource['kind']} {name}")
             try:
-                self.cluster.create(each)
+                self.cluster.create(resource)
             except Refused as error:
                 hint = next((hint for mark, hint in _HINTS.items() if mark in str(error).lower()), "")
                 message = f"creating {name} was refused: {error}{hint}"

@@ -27,8 +27,8 @@ def worker_pod(job: Job, number: int, attempt: int = 0) -> Object:
     """Return the pod of worker number % workers of instance number // workers, after `attempt` restarts."""
     instance, worker = divmod(number, job.workers)
     name = f"{job.name}-worker-{number}"
-    own = {NODE_RANK: str(worker), "MASTER_ADDR": job.host(instance), "PANDO_RESTARTS": str(attempt)}
-    pod = pod_template(job, instance, own)
+    variables = {NODE_RANK: str(worker), "MASTER_ADDR": job.host(instance), "PANDO_RESTARTS": str(attempt)}
+    pod = pod_template(job, instance, variables)
     pod["metadata"]["name"] = pod["spec"]["hostname"] = name
     pod["metadata"]["labels"] |= {WORKER: str(worker), ATTEMPT: str(attempt)}
     return {"apiVersion": "v1", "kind": "Pod", **pod}
@@ -48,16 +48,16 @@ def pod_template(job: Job, instance: int, variables: Mapping[str, str | Object])
     container["env"] = _environment(job, instance, variables)
     if "security" in job.dropped:  # hostIPC and IPC_LOCK serve RDMA to IPUs, and clusters often refuse them
         spec.pop("hostIPC", None)
-    for each in containers:
+    for any_container in containers:
         if "resources" in job.dropped:
-            each.pop("resources", None)
-        capabilities = each.get("securityContext", {}).get("capabilities", {})
+            any_container.pop("resources", None)
+        capabilities = any_container.get("securityContext", {}).get("capabilities", {})
         if "security" in job.dropped and "add" in capabilities:
             capabilities["add"] = [name for name in capabilities["add"] if name != "IPC_LOCK"]
     container["resources"] = _resources(job, container.get("resources", {}))
     mounts = container.get("volumeMounts", [])
     # Memory at /dev/shm, unless the template mounts it: the default, 64 MB, is too small for data loaders.
-    if not (spec.get("hostIPC") or any(each.get("mountPath", "").rstrip("/") == _SHM for each in mounts)):
+    if not (spec.get("hostIPC") or any(mount.get("mountPath", "").rstrip("/") == _SHM for mount in mounts)):
         container["volumeMounts"] = [*mounts, {"name": "pando-shm", "mountPath": _SHM}]
         volume = {"name": "pando-shm", "emptyDir": {"medium": "Memory"}}
         spec["volumes"] = [*spec.get("volumes", []), volume]
@@ -103,13 +103,13 @@ def _environment(job: Job, instance: int, variables: Mapping[str, str | Object])
 def _resources(job: Job, given: Object) -> Object:
     """Return a worker's resources: `given`, with cores or GPUs for its ipus unless `given` names some."""
     ipus = job.ipus // job.workers
-    kind, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
+    section, name, amount = "requests", "cpu", min(ipus, _MAX_CORES)
     requested = {*given.get("limits", {}), *given.get("requests", {})}
     is_requested = name in requested
     if job.device == "cuda":
-        kind, name, amount = "limits", "nvidia.com/gpu", -(-ipus // job.ipus_per_gpu)
-        is_requested = any(str(each).startswith("nvidia.com/") for each in requested)
-    return given if is_requested else {**given, kind: {**given.get(kind, {}), name: str(amount)}}
+        section, name, amount = "limits", "nvidia.com/gpu", -(-ipus // job.ipus_per_gpu)
+        is_requested = any(str(resource).startswith("nvidia.com/") for resource in requested)
+    return given if is_requested else {**given, section: {**given.get(section, {}), name: str(amount)}}
 
 
 def headless_service(job: Job) -> Object:
@@ -179,7 +179,7 @@ def describe_end(pod: Object) -> str:
 def pending_reason(pods: Sequence[Object]) -> str:
     """Return the cluster's first reason why a pod doesn't run yet; if it gives none, a default text."""
     unscheduled = (_condition(pod, "PodScheduled") for pod in pods)
-    reasons = [each["message"] for each in unscheduled if each["status"] != "True" and each.get("message")]
+    reasons = [item["message"] for item in unscheduled if item["status"] != "True" and item.get("message")]
     for pod in pods:
         for container in pod.get("status", {}).get("containerStatuses") or []:
             held = container.get("state", {}).get("waiting") or {}
@@ -209,11 +209,11 @@ def _terminated_state(pod: Object) -> Object:
     """Return the `terminated` state of a pod's first container, which runs the program; {} before its end."""
     name = pod["spec"]["containers"][0]["name"]
     containers = pod.get("status", {}).get("containerStatuses") or []
-    worker = next((each for each in containers if each.get("name") == name), {})
+    worker = next((container for container in containers if container.get("name") == name), {})
     return worker.get("state", {}).get("terminated") or {}
 
 
 def _condition(pod: Object, kind: str) -> Object:
     """Return the condition of type `kind` of a pod; {"status": ""}, if the cluster has not set it."""
     conditions = pod.get("status", {}).get("conditions") or []
-    return next((each for each in conditions if each["type"] == kind), {"status": ""})
+    return next((condition for condition in conditions if condition["type"] == kind), {"status": ""})

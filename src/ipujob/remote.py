@@ -111,19 +111,19 @@ def _job_details(cluster: Cluster, job: Object) -> str:
     """Return tables of a job, its instances and its pods, then its true conditions and last five events."""
     said, metadata = job.get("status", {}), job["metadata"]
     instances = [
-        (number, each["state"], each["restarts"])
-        for number, each in sorted(said.get("instances", {}).items(), key=lambda item: int(item[0]))
+        (number, instance["state"], instance["restarts"])
+        for number, instance in sorted(said.get("instances", {}).items(), key=lambda item: int(item[0]))
     ]
     pods = []
     for pod in _list_pods(cluster, job):
         code, attempt = exit_code(pod), pod["metadata"]["labels"].get(ATTEMPT, "")
         ended, node = "" if code is None else code, pod["spec"].get("nodeName", "")
         pods.append((pod["metadata"]["name"], phase(pod), ended, attempt, node))
-    true = [each for each in said.get("conditions", []) if each["status"] == "True"]
-    notes = [f"{each['type']}: {each.get('message', '')}" for each in true]
+    true = [condition for condition in said.get("conditions", []) if condition["status"] == "True"]
+    notes = [f"{condition['type']}: {condition.get('message', '')}" for condition in true]
     events = cluster.list("Event", metadata["namespace"], fields=f"involvedObject.name={metadata['name']}")
     events.sort(key=lambda event: event.get("lastTimestamp") or "")
-    notes += [f"{each.get('lastTimestamp')} {each['reason']}: {each['message']}" for each in events[-5:]]
+    notes += [f"{event.get('lastTimestamp')} {event['reason']}: {event['message']}" for event in events[-5:]]
     parts = [
         _job_table([job]),
         _text_table(["INSTANCE", "STATE", "RESTARTS"], instances),

@@ -157,9 +157,9 @@ def _check_job(job: Job, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -
         if str(key).startswith("pando/") and key not in _ANNOTATIONS:
             message = f"annotation {key} is unknown{did_you_mean(str(key), _ANNOTATIONS)}"
             yield Fault(f"metadata.annotations.{key}", message, f"one of {', '.join(_ANNOTATIONS)}")
-    other, shares = spec.get("workersPerJobInstance"), job.workers * job.replicas
-    if other and job.workers != int(other):
-        message = f"workers.replicas {job.workers} and workersPerJobInstance {other} differ"
+    per_instance, shares = spec.get("workersPerJobInstance"), job.workers * job.replicas
+    if per_instance and job.workers != int(per_instance):
+        message = f"workers.replicas {job.workers} and workersPerJobInstance {per_instance} differ"
         yield Fault("spec.workers.replicas", message, "keep one of them")
     elif job.ipus % shares:
         over = f"{counted(job.workers, 'worker')} with {counted(job.replicas, 'replica')} each"
@@ -259,18 +259,18 @@ def _drop_invalid(value: Any, schema: dict[str, Any], path: str, faults: list[Fa
         return None
     if kind == "array":
         inner = schema["items"]
-        items = [_drop_invalid(each, inner, child_path(path, k), faults) for k, each in enumerate(value)]
+        items = [_drop_invalid(item, inner, child_path(path, k), faults) for k, item in enumerate(value)]
         return items if len(faults) == before else None
     if kind != "object":
         return value
-    known, others = schema.get("properties", {}), schema.get("additionalProperties")
+    properties, additional = schema.get("properties", {}), schema.get("additionalProperties")
     valid, misspelt = {}, ""
     for key, item in value.items():
-        inner, allowed = child_path(path, str(key)), known.get(key, others)
-        if allowed is None and schema.get(_OPEN) and not did_you_mean(str(key), known, least=0.8):
+        inner, allowed = child_path(path, str(key)), properties.get(key, additional)
+        if allowed is None and schema.get(_OPEN) and not did_you_mean(str(key), properties, least=0.8):
             valid[key] = item
         elif allowed is None:
-            meant = did_you_mean(str(key), known)
+            meant = did_you_mean(str(key), properties)
             fix = f"{'rename' if meant else 'remove'} it: a cluster would ignore it"
             if key in _RENAMED:
                 fix, meant = "use modelReplicasPerWorker, ipusPerJobInstance", ""

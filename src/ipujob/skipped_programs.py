@@ -38,8 +38,8 @@ def run_git(folder: str, words: list[str]) -> int:
     """Stand in for git: for `clone URL [FOLDER]`, copy the folder that --clone gives for the URL, and return
     0, or 128 if it gives none. Replace this process by the real git for other commands."""
     if "clone" not in words[:1]:
-        others = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
-        os.environ["PATH"] = os.pathsep.join(others)
+        folders = [path for path in os.environ["PATH"].split(os.pathsep) if path != folder]
+        os.environ["PATH"] = os.pathsep.join(folders)
         os.execvp("env", ["env", "git", *words])
     url = next((word for word in words[1:] if "/" in word or ":" in word), "")
     source = json.loads((Path(folder) / _CLONES).read_text()).get(_without_git_suffix(url))

@@ -63,7 +63,7 @@ _FIXED_ACCUMULATION = (
 def reading_accumulation(undo: ExitStack, trainer: Any, package: str) -> None:
     """Let Lightning's loops read 1 as `trainer.accumulate_grad_batches` until `undo` is closed, because the executor
     accumulates; the program reads the given value, and setting another one raises RuntimeError."""
-    given, kind = trainer.accumulate_grad_batches, type(trainer)
+    given, cls = trainer.accumulate_grad_batches, type(trainer)
 
     def read(trainer: Any) -> int:
         is_lightning = str(sys._getframe(1).f_globals.get("__name__")).startswith(f"{package}.")
@@ -74,9 +74,9 @@ def reading_accumulation(undo: ExitStack, trainer: Any, package: str) -> None:
             raise RuntimeError(_FIXED_ACCUMULATION)
 
     # Of Lightning's module: a recording of forward does not compare what it reads from objects of Pando's classes.
-    names = {"__module__": kind.__module__, "accumulate_grad_batches": property(read, write)}
-    trainer.__class__ = type(kind.__name__, (kind,), names)
-    undo.callback(setattr, trainer, "__class__", kind)
+    names = {"__module__": cls.__module__, "accumulate_grad_batches": property(read, write)}
+    trainer.__class__ = type(cls.__name__, (cls,), names)
+    undo.callback(setattr, trainer, "__class__", cls)
 
 
 def with_report(strategy: Any, options: poptorch.Options) -> poptorch.Options:
@@ -164,9 +164,9 @@ def check_optimizers(strategy: Any, trainer: Any) -> None:
                 "IPUs and the LBFGS optimizer are not compatible: it computes the loss several times for one update."
                 f" Use one of {supported_optimizers()}."
             )
-        other = getattr(optimizer, "max_grad_norm", None)
-        if trainer.gradient_clip_val and other not in (None, float("inf"), trainer.gradient_clip_val):
+        max_norm = getattr(optimizer, "max_grad_norm", None)
+        if trainer.gradient_clip_val and max_norm not in (None, float("inf"), trainer.gradient_clip_val):
             raise misconfiguration(
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and the optimizer's max_grad_norm={other}"
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and the optimizer's max_grad_norm={max_norm}"
                 " differ. Give one of them."
             )

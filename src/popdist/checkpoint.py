@@ -192,12 +192,12 @@ class Checkpoint:
         ipus each saves the weight and optimizer state of every n-th parameter (of a sharded state its shard), and all
         else."""
         training, parts = training_state(self._model), self._parts_of_replica
-        for kind in ("weights",) if self._model._plans.state.owner else ("weights", "optimizer"):
-            names = sorted(training[kind])
+        for key in ("weights",) if self._model._plans.state.owner else ("weights", "optimizer"):
+            names = sorted(training[key])
             share = names[self._launch.instance // parts :: self._launch.instances // parts]
             # The values of per-replica parameters differ between instances.
             chosen = {*share, *self._model.per_replica_params}
-            training[kind] = {name: training[kind][name] for name in names if name in chosen}
+            training[key] = {name: training[key][name] for name in names if name in chosen}
         return {
             **training,
             "calls": self.calls,
@@ -211,44 +211,44 @@ class Checkpoint:
         here = {name: self._run[name] for name in run.keys() & self._run.keys() - {"command"}}
         differing = [name for name in sorted(here) if run[name] != here[name]]
         if differing:
-            others = "; ".join(f"{name} {run[name]} there, {here[name]} here" for name in differing)
+            differences = "; ".join(f"{name} {run[name]} there, {here[name]} here" for name in differing)
             raise poptorch.Error(
-                f"checkpoint {folder} is of another run: {others}\n"
+                f"checkpoint {folder} is of another run: {differences}\n"
                 "  fix: another directory for this run; or the same optimizer, options and number of replicas"
             )
         saved, count = files.read_checkpoint(folder), run["replicas"]
         # The number of replicas in a file, and the number of files of a replica.
-        each, parts = max(1, count // len(saved)), max(1, len(saved) // count)
+        size, parts = max(1, count // len(saved)), max(1, len(saved) // count)
         here, first = self._model._options.replication_factor, self._launch.instance // self._parts_of_replica
         # The index of the saved replica for each replica of this instance.
         replicas = [(first * here + i) % count for i in range(here)]
-        files_of = [saved[r // each * parts :][:parts] for r in replicas]
-        own = files_of[0][0]
-        state = dict(own)
-        for kind in ("weights", "optimizer"):
+        files_of = [saved[r // size * parts :][:parts] for r in replicas]
+        own_file = files_of[0][0]
+        state = dict(own_file)
+        for key in ("weights", "optimizer"):
             # Own last, since the values of per-replica parameters differ between instances.
-            state[kind] = {name: value for file in (*saved, own) for name, value in file[kind].items()}
+            state[key] = {name: value for file in (*saved, own_file) for name, value in file[key].items()}
         # Before the first call there is one set of buffers for all replicas of an instance.
         sets = [
-            (file["buffers"], r % each) for r, files in zip(replicas, files_of, strict=True) for file in files
+            (file["buffers"], r % size) for r, files in zip(replicas, files_of, strict=True) for file in files
         ]
-        found = [buffers[i if i < len(buffers) else 0] for buffers, i in sets]
-        state["buffers"] = [dict(ChainMap(*found[i : i + parts])) for i in range(0, len(found), parts)]
+        buffers = [buffers[i if i < len(buffers) else 0] for buffers, i in sets]
+        state["buffers"] = [dict(ChainMap(*buffers[i : i + parts])) for i in range(0, len(buffers), parts)]
         # A process that holds a part of the weights copies these after the compilation, which says which they are.
         set_training_state(self._model, state, copies=self._parts_of_replica == 1)
-        unknown = sorted(set(self._parts) ^ set(own["parts"]))
+        unknown = sorted(set(self._parts) ^ set(own_file["parts"]))
         if unknown:
             raise poptorch.Error(
                 f"checkpoint {folder} and restore() differ in {', '.join(unknown)}\n"
                 f"  fix: give restore() the same arguments as when it was saved, or another directory"
             )
         for name, part in self._parts.items():
-            part.load_state_dict(own["parts"][name])
-        set_random_state(own["host_random"])
-        self.calls = self._saved_call = own["calls"]
+            part.load_state_dict(own_file["parts"][name])
+        set_random_state(own_file["host_random"])
+        self.calls = self._saved_call = own_file["calls"]
         if self._launch.instance == 0:
-            other = run["command"] != self._run["command"]
-            by = f", which another command wrote: {run['command']}" if other else ""
+            is_other_command = run["command"] != self._run["command"]
+            by = f", which another command wrote: {run['command']}" if is_other_command else ""
             logger.warning("the run resumes after call %d, from %s%s", self.calls, folder, by)
 
 
@@ -288,5 +288,5 @@ def _remaining(loader: Any, checkpoint: Checkpoint, epochs: int) -> Iterator[Any
 
 def _all_gather(texts: list[str]) -> list[str]:
     """Return the texts of all instances, concatenated in their order. All instances must call it."""
-    found = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
-    return found.decode().split("\0")[:-1]
+    gathered = collectives.all_gather_bytes("".join(f"{text}\0" for text in texts).encode())
+    return gathered.decode().split("\0")[:-1]

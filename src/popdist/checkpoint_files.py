@@ -81,10 +81,10 @@ def _complete_checkpoint(folder: Path, instances: int, run: dict[str, Any], keep
     _flush_to_disk(folder.parent)
     of_killed_runs = (path for path in folder.parent.glob(f"call-*{UNFINISHED}") if run_id not in path.name)
     # Another run may have left checkpoints of later calls: they don't count, so that no new one is removed.
-    found = [
+    checkpoints = [
         path for path in complete_checkpoints(folder.parent) if call_number(path) <= call_number(complete)
     ]
-    for path in (*found[keep:], *of_killed_runs):
+    for path in (*checkpoints[keep:], *of_killed_runs):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -100,8 +100,8 @@ def all_gather_bytes(value: bytes) -> bytes:
 def _gather_rows(value: Tensor, what: str, like: Mapping[str, Tensor]) -> Tensor:
     """Return the rows of the first instance of each replica. Errors name the call by `what`. `like`: see `_gather`"""
     parts, group = _gather(bits_of(value.cpu()).numpy().tobytes(), what, like), _current_group()
-    found = b"".join(parts if group is None else [parts[index] for index in _firsts_of_replicas(group)])
-    flat = torch.frombuffer(bytearray(found + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
+    rows = b"".join(parts if group is None else [parts[index] for index in _firsts_of_replicas(group)])
+    flat = torch.frombuffer(bytearray(rows + b"\0"), dtype=torch.uint8)[:-1]  # a buffer must not be empty
     return flat.view(value.dtype).view(-1, *value.shape[1:]).to(value.device)
 
 

@@ -102,25 +102,25 @@ def _store_of_start(
     """Return a store for this start of a run by torchrun, and a function to call on instance 0 while its peers come (on
     peers None). Torchrun's store has keys of earlier starts, and its nodes count restarts differently, so instance 0
     gives the start a name."""
-    own, greeted = uuid.uuid4().hex, set[bytes]()
+    start_id, greeted = uuid.uuid4().hex, set[bytes]()
 
     def greet() -> None:
         for peer in range(1, launch.instances):
             if store.check([f"come/{peer}"]) and (name := store.get(f"come/{peer}")) not in greeted:
-                store.set(f"start/{name.decode()}", own)
+                store.set(f"start/{name.decode()}", start_id)
                 greeted.add(name)
 
     if launch.instance == 0:
-        return dist.PrefixStore(own, store), greet
-    store.set(f"come/{launch.instance}", own)
+        return dist.PrefixStore(start_id, store), greet
+    store.set(f"come/{launch.instance}", start_id)
     try:
-        store.wait([f"start/{own}"], timedelta(seconds=max(1.0, until - time.monotonic())))
+        store.wait([f"start/{start_id}"], timedelta(seconds=max(1.0, until - time.monotonic())))
     except RuntimeError as error:
         raise Error(
             "popdist.init(): instance 0 had not come\n"
             f"  fix: see what it prints; {INIT_TIMEOUT} is the limit in seconds"
         ) from error
-    return dist.PrefixStore(store.get(f"start/{own}").decode(), store), None
+    return dist.PrefixStore(store.get(f"start/{start_id}").decode(), store), None
 
 
 def _open_store(launch: Launch, address: str, port: int, seconds: float) -> dist.Store:
@@ -159,8 +159,8 @@ def _network_interface(address: str) -> str | None:
     None if unknown."""
     names = [name for _, name in socket.if_nameindex()]
     with suppress(OSError):
-        own = own_address(address)
-        if is_on_one_host() or is_loopback(own):
+        ip = own_address(address)
+        if is_on_one_host() or is_loopback(ip):
             return next((name for name in ("lo", "lo0") if name in names), None)
         if sys.platform == "linux":
             import fcntl
@@ -169,6 +169,6 @@ def _network_interface(address: str) -> str | None:
                 for name in names:
                     request = struct.pack("256s", name.encode()[:15])
                     with suppress(OSError):  # an interface without IPv4
-                        if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) == own:
+                        if socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]) == ip:
                             return name
     return None

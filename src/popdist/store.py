@@ -68,7 +68,7 @@ def _connect_now(host: str, port: int, seconds: float) -> dist.TCPStore:
 def _resolve_host(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the text of a host's address: IPv4, or IPv6 if it has no other."""
     addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
+    family, *_, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(address[0])
 
 

@@ -169,7 +169,7 @@ class Instances:
     def __enter__(self) -> Instances:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SignalException):
             self._context.close(error.sigval, PATIENCE_AT_SIGNALS)
         else:

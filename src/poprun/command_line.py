@@ -59,11 +59,11 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     """Return a parsed command line; write the file of --export-config. After an error exit with code 2. An option
     `-x NAME` without a value takes the variable's value from `environment`."""
     parser = _Parser()
-    own, program = parser.split_program(words)
-    options = parser.parse_args(own)
+    given, program = parser.split_program(words)
+    options = parser.parse_args(given)
     if options.import_config:
         parser.set_defaults_from_file(options.import_config)
-        options = parser.parse_args(own)
+        options = parser.parse_args(given)
     if options.export_config:
         values = {name: value for name, value in vars(options).items() if not name.endswith("port_config")}
         try:
@@ -80,8 +80,8 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
         # The name becomes part of a shell script on other hosts.
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             parser.error(f"argument -x: {name!r} is not the name of an environment variable")
-    known = [pair for pair in pairs if pair[1] or pair[0] in environment]
-    variables = {name: value if equals else environment[name] for name, equals, value in known}
+    assigned = [pair for pair in pairs if pair[1] or pair[0] in environment]
+    variables = {name: value if equals else environment[name] for name, equals, value in assigned}
     if options.executable_cache_path:
         variables["POPTORCH_CACHE_DIR"] = str(Path(options.executable_cache_path).absolute())
     if options.wait_limit is not None:
@@ -101,7 +101,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> 
     options.warnings = (
         *(f"no effect without {what}: {names}" for what, names in without.items() if names),
         *(f"-x {name} has no effect: {name} is not set here\n  fix: -x {name}=VALUE" for name in unset),
-        *(f"{x} stands after the program, so the program gets it" for x in parser.own_options(program, own)),
+        *(f"{x} stands after the program, so the program gets it" for x in parser.misplaced(program, given)),
     )
     return CommandLine(**{field.name: getattr(options, field.name) for field in fields(CommandLine)})
 
@@ -173,12 +173,12 @@ class _Parser(CommandParser):
         add("--vv", dest="verbosity", action="store_const", const=2, help=argparse.SUPPRESS)
         add("--version", action="version", version=f"poprun of Pando {pando_version()}")
         for name in ("allow-run-as-root", *_RECORDED):
-            kind: dict[str, Any] = {"type": _parse_yes_or_no} if name in _SWITCHES else {}
-            add(f"--{name}", **kind, help=argparse.SUPPRESS)
+            conversion: dict[str, Any] = {"type": _parse_yes_or_no} if name in _SWITCHES else {}
+            add(f"--{name}", **conversion, help=argparse.SUPPRESS)
 
     def split_program(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return poprun's own options, each joined with its value, and the program with its arguments."""
-        own: list[str] = []
+        arguments: list[str] = []
         self._given, rest = shlex.join(words), list(words)
         while rest and rest[0].startswith("-"):
             word = rest.pop(0)
@@ -187,21 +187,21 @@ class _Parser(CommandParser):
             name, equals, value = word.partition("=")
             action = self._find_option(name, [value, *rest]) if not re.fullmatch(r"-v+", word) else None
             if action is None or action.nargs == 0:  # the option takes no value
-                own.append(word)
+                arguments.append(word)
             elif action.type is _parse_yes_or_no and not equals:
                 has_value = bool(rest) and rest[0].lower() in (*YES, *NO)
                 if rest and not has_value and rest[0].isalpha() and shutil.which(rest[0]) is None:
                     self.error(
                         f"{name} takes yes or no, or stands alone; found {rest[0]!r}\n  fix: {name} yes"
                     )
-                own.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
+                arguments.append(f"{action.option_strings[0]}={rest.pop(0) if has_value else 'yes'}")
             else:
                 if not equals and not rest:
                     self.error(f"argument {name}: a value is missing")
                 full = action.option_strings[-1]
                 between = "=" if full.startswith("--") else ""
-                own.append(f"{full}{between}{value if equals else rest.pop(0)}")
-        return own, rest
+                arguments.append(f"{full}{between}{value if equals else rest.pop(0)}")
+        return arguments, rest
 
     def check_program(self, program: Sequence[str]) -> None:
         """Exit if the first word of the program is an option without its dashes, or sets a variable."""
@@ -211,22 +211,22 @@ class _Parser(CommandParser):
         if equals and name.isidentifier():
             self.error(f"{program[0]!r} is no program\n  fix: -x {program[0]} sets it in all instances")
 
-    def own_options(self, words: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    def misplaced(self, words: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
         """Return the names of poprun's options in `words`, without those in `given` and those of most programs."""
         given = [word.partition("=")[0] for word in (*given, "--help", "--version", "--verbose")]
-        known = self._option_string_actions.keys() - given
+        options = self._option_string_actions.keys() - given
         names = (word.partition("=")[0] for word in words if word.startswith("--"))
-        return tuple(filter(known.__contains__, names))
+        return tuple(filter(options.__contains__, names))
 
     def _find_option(self, name: str, following: Sequence[str]) -> argparse.Action:
         """Return the option `name`, or the only option that begins with `name`; exit if there is none. `following`: the
         words after `name` on the command line."""
-        known = self._option_string_actions
-        if name in known:
-            return known[name]
-        meant = [full for full in known if name.startswith("--") and full.startswith(name)]
-        if len({id(known[full]) for full in meant}) == 1:
-            return known[meant[0]]
+        actions = self._option_string_actions
+        if name in actions:
+            return actions[name]
+        meant = [full for full in actions if name.startswith("--") and full.startswith(name)]
+        if len({id(actions[full]) for full in meant}) == 1:
+            return actions[meant[0]]
         if name in ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
             count = next(filter(str.isdigit, following), "N")
             self.error(f"unknown option {name}\n  fix: --num-instances {count} --num-replicas {count}")
@@ -286,15 +286,15 @@ class _Parser(CommandParser):
 
     def parse_mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options of the texts of --mpi-*-args that have an effect here, and all other words."""
-        known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        known.error = lambda message: self.error(f"in --mpi-*-args: {message}")
-        known.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
-        known.add_argument("--tag-output", "-tag-output", action="store_true")
-        known.add_argument("--allow-run-as-root", action="store_true")
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.error = lambda message: self.error(f"in --mpi-*-args: {message}")
+        parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]")
+        parser.add_argument("--tag-output", "-tag-output", action="store_true")
+        parser.add_argument("--allow-run-as-root", action="store_true")
         try:
-            return known.parse_known_args(shlex.split(" ".join(texts)))
+            return parser.parse_known_args(shlex.split(" ".join(texts)))
         except ValueError as error:
-            known.error(f"{error}: {' '.join(texts)}")
+            parser.error(f"{error}: {' '.join(texts)}")
 
 
 def _parse_yes_or_no(text: str) -> bool:

@@ -196,8 +196,8 @@ class ElasticNode(NodeOfRun):
 
     def _write_record(self) -> None:
         self._count += 1
-        found = complete_checkpoints(Path(self.request.checkpoint_dir))
-        checkpoint = max(map(call_number, found), default=-1)
+        checkpoints = complete_checkpoints(Path(self.request.checkpoint_dir))
+        checkpoint = max(map(call_number, checkpoints), default=-1)
         if self._since is None:
             self._since = checkpoint
         record: Record = {
@@ -230,9 +230,9 @@ class ElasticNode(NodeOfRun):
                 )
             if rivals:
                 return {}
-        own = {name: record for name, record in alive.items() if record["command"] == self._command}
-        self._reach.addresses = {r["id"]: r["address"] for name, r in own.items() if name != self.name}
-        return own
+        records = {name: record for name, record in alive.items() if record["command"] == self._command}
+        self._reach.addresses = {r["id"]: r["address"] for name, r in records.items() if name != self.name}
+        return records
 
     # ---- messages ------------------------------------------------------------------------------------------
 

@@ -183,8 +183,8 @@ def _in_order(newest: Round, records: Records) -> Records:
 def _best_group(records: Records, me: Me) -> list[str]:
     """Return the names of nodes that all reach each other and have room for the most instances."""
 
-    def reaches(one: str, other: str) -> bool:
-        return records[other]["id"] in records[one]["reached"]
+    def reaches(source: str, target: str) -> bool:
+        return records[target]["id"] in records[source]["reached"]
 
     groups: list[list[str]] = []
     for start in records:

@@ -61,11 +61,11 @@ class SharedFolder:
 
     def read_records(self) -> dict[str, str]:
         """Return the records of all nodes, by name. Those that can't be read are missing."""
-        found: dict[str, str] = {}
+        records: dict[str, str] = {}
         for path in self._folder.glob("node-*"):
             with suppress(OSError, ValueError):
-                found[path.name[5:]] = path.read_text()
-        return found
+                records[path.name[5:]] = path.read_text()
+        return records
 
     def remove_records(self, names: Iterable[str]) -> None:
         """Remove records of other nodes, which were killed. One that was only stopped writes its record again."""

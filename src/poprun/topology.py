@@ -76,10 +76,10 @@ def instance_launch(
 ) -> environment.Launch:
     """Return the share of one of `instances` instances, which has the index `local` on its host. If there are more
     instances than replicas, several consecutive ones run one replica."""
-    each = max(1, request.replicas // instances)
+    local_replicas = max(1, request.replicas // instances)
     return environment.Launch(
         total_replicas=request.replicas,
-        local_replicas=each,
+        local_replicas=local_replicas,
         ipus_per_replica=request.ipus_per_replica,
         replica_offset=instance * request.replicas // instances,
         local_instance=local,
@@ -104,7 +104,7 @@ def numa_cores(local_instance: int, instances: int) -> list[int]:
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     allowed = os.sched_getaffinity(0)
     cores = [{int(core.name[3:]) for core in folder.glob("cpu[0-9]*")} & allowed for folder in folders]
-    nodes = [sorted(each) for each in cores if each]
+    nodes = [sorted(node_cores) for node_cores in cores if node_cores]
     return nodes[local_instance * len(nodes) // instances] if len(nodes) > 1 else []
 
 

@@ -128,16 +128,16 @@ def _sum_warm_calls(profile: Profile) -> tuple[int, int, int, int]:
 
 def _host_seconds(profile: Profile) -> dict[str, float]:
     """Return the host's seconds "in calls", "between calls" (without other plans), and by kind of `HostEvent`."""
-    found = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
+    durations = defaultdict(float, {"in calls": profile.facts.get("ns_in_calls", 0) / 1e9})
     if calls := profile.calls:
-        found["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - found["in calls"])
+        durations["between calls"] = max(0.0, (calls[-1].end - calls[0].start) / 1e9 - durations["in calls"])
     for event in profile.host:
         seconds = (event.end - event.start) / 1e9
-        found[event.kind] += seconds
+        durations[event.kind] += seconds
         is_between = calls and calls[0].start <= event.start < calls[-1].end
         if is_between and event.kind in ("compilation", "other calls"):
-            found["between calls"] -= seconds
-    return dict(found)
+            durations["between calls"] -= seconds
+    return dict(durations)
 
 
 def operation_sums(profile: Profile) -> dict[str, list[dict[str, Any]]]:
@@ -201,29 +201,29 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
     runs, rows = (_compared_values(a), _compared_values(b)), []
     steady = a.spread + b.spread  # of times and rates
     for name in {**runs[0], **runs[1]}:
-        (one, text), (other, _) = (run.get(name, (None, seconds_text)) for run in runs)
+        (first, text), (second, _) = (run.get(name, (None, seconds_text)) for run in runs)
         spread, ratio, better = steady if text in (seconds_text, rate_text) else 0.0, None, ""
-        if one is not None and other is not None:
-            ratio = other / one if one else None
-            if abs(one - other) > max(0.01, spread) * max(abs(one), abs(other)) and name != OTHERS:
-                better = "second" if (other > one) == (text is rate_text) else "first"
-        rows.append(Row(name, text(one), text(other), ratio, spread, better))
+        if first is not None and second is not None:
+            ratio = second / first if first else None
+            if abs(first - second) > max(0.01, spread) * max(abs(first), abs(second)) and name != OTHERS:
+                better = "second" if (second > first) == (text is rate_text) else "first"
+        rows.append(Row(name, text(first), text(second), ratio, spread, better))
     return rows
 
 
-def _compared_values(found: Figures) -> dict[str, tuple[float | None, Callable[[float | None], str]]]:
+def _compared_values(figures: Figures) -> dict[str, tuple[float | None, Callable[[float | None], str]]]:
     """Return (value, function that adds the unit) of each compared figure of a run, by name. Times are those of a row
     of the batch."""
-    values, size = {}, found.profile.counts.get("micro_batch_size", 1)  # rows
+    values, size = {}, figures.profile.counts.get("micro_batch_size", 1)  # rows
     for figure in FIGURES:
-        value, rows = getattr(found, figure.name), getattr(found, figure.rows, 1)
+        value, rows = getattr(figures, figure.name), getattr(figures, figure.rows, 1)
         values[figure.words + ", per row" * bool(figure.rows)] = value and value / rows, figure.text
-    for stage in found.stages:
+    for stage in figures.stages:
         times = {PHASES[phase]: ns / size for phase, ns in stage.phases.items()}
-        for phase, ns in {**times, "update": stage.update / found.replica_rows}.items():
+        for phase, ns in {**times, "update": stage.update / figures.replica_rows}.items():
             if ns:
                 values[f"stage {stage.stage}, {phase}, per row"] = ns / 1e9, seconds_text
-    for row in found.groups["block"]:
+    for row in figures.groups["block"]:
         name = f"block {row['block']}, {PHASES[row['phase']]}, per row"
         before = values[name][0] if name in values else 0.0  # of another stage
         ns = row["ns"] / max(row["calls"], 1) / size

@@ -21,13 +21,13 @@ def load(path: Path) -> Profile:
     if count == 1 or first.facts.get("part", 0):
         return first
     files = {part: file_of_part(path, part) for part in range(1, count)}
-    found = {part: profile.load(file) for part, file in files.items() if file.is_file()}
-    for part, other in found.items():
-        if other.tasks != first.tasks:
+    profiles = {part: profile.load(file) for part, file in files.items() if file.is_file()}
+    for part, loaded in profiles.items():
+        if loaded.tasks != first.tasks:
             raise ProfileError(
                 f"{files[part]} is of another plan than {path}\n  fix: put the files of one run side by side"
             )
-    return join({0: first, **found})
+    return join({0: first, **profiles})
 
 
 def join(parts: Mapping[int, Profile]) -> Profile:

@@ -69,12 +69,12 @@ def bytes_curve(profile: Profile, runs: Sequence[TaskRun], ipu: int) -> list[tup
             (at_end if tensor.kind == "activation" else at_start)[tensor.born] += tensor.bytes
             if tensor.died >= 0:
                 at_end[tensor.died] -= tensor.bytes
-    own = [run for run in runs if profile.tasks[run.task].ipu == ipu]
+    ipu_runs = [run for run in runs if profile.tasks[run.task].ipu == ipu]
     inside = operation_end_shares(profile)
-    if len(own) * len(profile.operations) > MOST_POINTS * len(inside):  # only the peak of each row
+    if len(ipu_runs) * len(profile.operations) > MOST_POINTS * len(inside):  # only the peak of each row
         inside = {task: [max(rows, key=lambda row: row[1].held)] for task, rows in inside.items()}
-    held, points = 0, [(own[0].start, 0)] if own else []
-    for run in own:
+    held, points = 0, [(ipu_runs[0].start, 0)] if ipu_runs else []
+    for run in ipu_runs:
         held += at_start[run.task]
         points.append((run.start, held))
         for share, operation in inside.get(run.task, ()) if profile.tasks[run.task].computes else ():

@@ -82,11 +82,11 @@ def report_page(folder: Path) -> str:
     return viewer_page(f"Profile of {folder.resolve().name}", entries, folder=str(folder))
 
 
-def viewer_page(title: str, entries: Sequence[dict[str, Any]], **more: Any) -> str:
-    """Return the HTML of a page that needs no other file. `entries`: from `profile_entry`; `more`: "comparisons",
+def viewer_page(title: str, entries: Sequence[dict[str, Any]], **extra: Any) -> str:
+    """Return the HTML of a page that needs no other file. `entries`: from `profile_entry`; `extra`: "comparisons",
     a list of dictionaries ("first" and "second", indices in `entries`, and "rows"), or "folder", the report's path."""
     viewer = files("popvision") / "viewer"
-    content = {"title": title, "entries": entries, "comparisons": [], **more}
+    content = {"title": title, "entries": entries, "comparisons": [], **extra}
     data = json.dumps(content, separators=(",", ":"), default=asdict)
     # A profile's names may contain these, which could end the script element.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -113,57 +113,57 @@ def profile_entry(path: Path) -> dict[str, Any]:
         return {"label": label, "error": f"{path} is damaged: {type(error).__name__}: {error}"}
 
 
-def page_data(found: Figures) -> dict[str, Any]:
+def page_data(figures: Figures) -> dict[str, Any]:
     """Return what the page's scripts draw of a profile: the profile, the step on separate devices, sums over
     operations (see `analysis.operation_sums`), the memory curve of each ipu, and all other figures."""
-    others = ("profile", "timed", "groups", "devices")
-    figures = {name: value for name, value in vars(found).items() if name not in others}
-    figures |= {
+    left_out = ("profile", "timed", "groups", "devices")
+    values = {name: value for name, value in vars(figures).items() if name not in left_out}
+    values |= {
         "needs": [
             {**asdict(need), "name": f"ipu {need.ipu}", "always": need.always, "total": need.total}
-            for need in found.needs
+            for need in figures.needs
         ],
-        "facts": fact_sentences(found),
-        "warnings": warning_sentences(found),
-        "about": about_sentences(found),
-        "shown": known_figures(found),
+        "facts": fact_sentences(figures),
+        "warnings": warning_sentences(figures),
+        "about": about_sentences(figures),
+        "shown": known_figures(figures),
     }
-    runs = found.devices.runs
+    runs = figures.devices.runs
     curves = {
-        str(ipu): [number for point in bytes_curve(found.timed, runs, ipu) for number in point]
-        for ipu in (found.profile.devices if found.profile.tensors else ())
+        str(ipu): [number for point in bytes_curve(figures.timed, runs, ipu) for number in point]
+        for ipu in (figures.profile.devices if figures.profile.tensors else ())
     }
     return {
-        "profile": json.loads(found.timed.to_json()),
+        "profile": json.loads(figures.timed.to_json()),
         "moves": [
             {"task": row, "ipu": task.ipu, "phase": task.phase, "stage": task.stage, **part._asdict()}
-            for row, task, part in found.profile.moves()
+            for row, task, part in figures.profile.moves()
         ],
         "devices": {"columns": TaskRun._fields, "rows": runs},
-        "groups": found.groups,
-        "figures": figures,
+        "groups": figures.groups,
+        "figures": values,
         "curves": curves,
     }
 
 
-def known_figures(found: Figures) -> list[tuple[str, str, str]]:
+def known_figures(figures: Figures) -> list[tuple[str, str, str]]:
     """Return (tile, words, value with its unit) of each declared figure that is known."""
-    values = [(figure, getattr(found, figure.name)) for figure in FIGURES]
-    return [(one.tile, one.words, one.text(value)) for one, value in values if value is not None]
+    values = [(figure, getattr(figures, figure.name)) for figure in FIGURES]
+    return [(figure.tile, figure.words, figure.text(value)) for figure, value in values if value is not None]
 
 
 def write_comparison(first: Path, second: Path, target: Path) -> str:
     """Write a page that compares two runs (folders, or profile files) to the file `target`, and return the
     comparison as a text. Raises: ProfileError, if the runs have no profile of the same kind"""
-    found: list[dict[bool, tuple[str, Profile]]] = []  # of each folder: labels and profiles by kind
+    folders: list[dict[bool, tuple[str, Profile]]] = []  # of each folder: labels and profiles by kind
     for root in (first, second):
-        found.append({})
+        folders.append({})
         for path in reversed(find_profiles(root)):
             profile = load(path)
-            found[-1][profile.training] = str(path.parent), profile
+            folders[-1][profile.training] = str(path.parent), profile
     entries, comparisons, texts = [], [], []
-    for kind in sorted(found[0].keys() & found[1].keys(), reverse=True):  # training first
-        labels, profiles = zip(*(own[kind] for own in found), strict=True)
+    for training in sorted(folders[0].keys() & folders[1].keys(), reverse=True):  # training first
+        labels, profiles = zip(*(folder[training] for folder in folders), strict=True)
         runs = [Figures(profile) for profile in profiles]
         rows = compare_figures(*runs)
         comparisons.append({"first": len(entries), "second": len(entries) + 1, "rows": rows})
@@ -205,10 +205,10 @@ class Report:
         texts; and two lists of sentences: "facts" about stages, bubble and memory, and "warnings"."""
         rows = []
         for label, profile in self._profiles().items():
-            found = Figures(profile)
-            plain = {name: value for name, value in vars(found).items() if isinstance(value, _SINGLE)}
-            facts = [*fact_sentences(found).values()]
-            rows.append({"profile": label, **plain, "facts": facts, "warnings": warning_sentences(found)})
+            figures = Figures(profile)
+            plain = {name: value for name, value in vars(figures).items() if isinstance(value, _SINGLE)}
+            facts = [*fact_sentences(figures).values()]
+            rows.append({"profile": label, **plain, "facts": facts, "warnings": warning_sentences(figures)})
         return rows
 
     def trace(self) -> list[dict[str, Any]]:
@@ -232,17 +232,17 @@ class Report:
 
 def summary(profile: Profile) -> str:
     """Return a profile's figures, tables and sentences as a text for the terminal, about a screen long."""
-    found = Figures(profile)
-    kind = f"{profile.facts.get('mode', '')} {'training' if profile.training else 'inference'}"
+    run = Figures(profile)
+    mode = f"{profile.facts.get('mode', '')} {'training' if profile.training else 'inference'}"
     replicas = counted(profile.counts.get("replicas", 1), "replica")
     places = f"{counted(len(profile.stages), 'stage')} on {counted(len(profile.devices), 'ipu')}"
-    lines = [f"{profile.name}: {kind}, {places}, {replicas}"]
-    lines += [f"  {sentence}" for sentence in about_sentences(found)]
-    if found.calls:
+    lines = [f"{profile.name}: {mode}, {places}, {replicas}"]
+    lines += [f"  {sentence}" for sentence in about_sentences(run)]
+    if run.calls:
         passes = ", ".join(f"{entry.name} {seconds_text(entry.seconds)}" for entry in profile.passes)
         lines += [
-            indent(table_text([(words, text) for _, words, text in known_figures(found)]), "  "),
-            f"  {counted(found.calls, 'call')}, {counted(found.steps, 'step')} on {found.cores}; compilation: {passes}",
+            indent(table_text([(words, text) for _, words, text in known_figures(run)]), "  "),
+            f"  {counted(run.calls, 'call')}, {counted(run.steps, 'step')} on {run.cores}; compilation: {passes}",
         ]
     elif profile.facts.get("failed_calls", 0):
         lines.append("  no call finished")
@@ -250,21 +250,21 @@ def summary(profile: Profile) -> str:
         lines.append("  nothing ran: the model was compiled and never called")
     lines += [
         indent(table_text(rows), "  ")
-        for rows in (_stage_table(found), memory_table(found.needs))
+        for rows in (_stage_table(run), memory_table(run.needs))
         if len(rows) > 1
     ]
-    if found.fits:  # else a warning says so
-        lines.append(f"  fits into {size_text(found.capacity)}: this machine's memory, which all ipus share")
-    lines += [f"  {fact}" for fact in fact_sentences(found).values()] if found.calls else []
-    lines += [f"  ! {warning}" for warning in warning_sentences(found)]
+    if run.fits:  # else a warning says so
+        lines.append(f"  fits into {size_text(run.capacity)}: this machine's memory, which all ipus share")
+    lines += [f"  {fact}" for fact in fact_sentences(run).values()] if run.calls else []
+    lines += [f"  ! {warning}" for warning in warning_sentences(run)]
     return "\n".join(lines) + "\n"
 
 
-def _stage_table(found: Figures) -> list[list[str]]:
-    phases = found.profile.phases
+def _stage_table(figures: Figures) -> list[list[str]]:
+    phases = figures.profile.phases
     rows = [["stage", "ipu", *(PHASES[phase] for phase in phases), "update", "sums and others", "blocks"]]
-    for stage in found.stages:
-        mark = "  <- slowest" if stage.stage == found.slowest and len(found.stages) > 1 else ""
+    for stage in figures.stages:
+        mark = "  <- slowest" if stage.stage == figures.slowest and len(figures.stages) > 1 else ""
         times = [*(stage.phases.get(phase, 0.0) for phase in phases), stage.update, stage.around]
         cells = [seconds_text(ns / 1e9 if ns else None) for ns in times]
         rows.append([str(stage.stage), str(stage.ipu), *cells, stage.blocks + mark])

@@ -20,18 +20,18 @@ def fact_sentences(figures: Figures) -> dict[str, str]:
     "stages": the slowest stage; "bubble": the bubble by the schedule's formula, and how many micro-batches halve it;
     "memory": the ipu that needs the most.
     """
-    found = {}
+    sentences = {}
     if figures.slowest is not None and len(figures.stages) > 1:
         slowest = figures.stages[figures.slowest].stage
-        found["stages"] = (
+        sentences["stages"] = (
             f"Stage {slowest} takes {figures.unevenness:.2f} times as long as the average stage."
         )
     if sentence := _bubble_sentence(figures.profile):
-        found["bubble"] = sentence
+        sentences["bubble"] = sentence
     if len(figures.needs) > 1:
         most = max(figures.needs, key=lambda need: need.total)
-        found["memory"] = f"ipu {most.ipu} needs the most memory, {size_text(most.total)}."
-    return found
+        sentences["memory"] = f"ipu {most.ipu} needs the most memory, {size_text(most.total)}."
+    return sentences
 
 
 def _bubble_sentence(profile: Profile) -> str:
@@ -75,17 +75,15 @@ def instances_sentence(profile: Profile) -> str:
     of a process has. "" for one instance and device."""
     if not (joined := profile.facts.get("joined")):
         return ""
-    if found := joined.get("devices"):
-        several = len({tuple(replicas) for *_, replicas in found}) > 1
+    if devices := joined.get("devices"):
+        several = len({tuple(replicas) for *_, replicas in devices}) > 1
         texts = (
-            f"{device} has {_named('ipu', ipus)}" + f" of {_named('replica', own)}" * several
-            for device, ipus, own in found
+            f"{device} has {_named('ipu', ipus)}" + f" of {_named('replica', replicas)}" * several
+            for device, ipus, replicas in devices
         )
-        return (
-            f"The ipus are on {counted(len({device for device, *_ in found}), 'device')}: {', '.join(texts)}."
-        )
+        return f"The ipus are on {counted(len({device for device, *_ in devices}), 'device')}: {', '.join(texts)}."
     places = profile.facts["ipus_of_instances"]
-    words = (f"instance {i} has {_named('ipu', own)}" for i, own in enumerate(places))
+    words = (f"instance {i} has {_named('ipu', ipus)}" for i, ipus in enumerate(places))
     clock = (
         "the clock of their host"
         if joined["one_clock"]

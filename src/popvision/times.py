@@ -29,7 +29,7 @@ def steady_events(profile: Profile) -> list[Event]:
 def whole_steps(profile: Profile) -> list[tuple[int, int]]:
     """Return (call, step) of each step of which every run of a task was recorded."""
     runs = group_by(profile.runs, lambda run: (run.call, run.step))
-    return sorted(key for key, own in runs.items() if len(own) == profile.facts.get("step_tasks"))
+    return sorted(key for key, step_runs in runs.items() if len(step_runs) == profile.facts.get("step_tasks"))
 
 
 # ---- what cores and ipus did -----------------------------------------------------------------------------
@@ -48,12 +48,12 @@ class Usage:
 def core_usages(events: Iterable[Event]) -> list[Usage]:
     """Return the usage of each core. A step lasts from its first computation to the end of its last task."""
     window, spent = 0, defaultdict[int, Counter[str]](Counter)
-    for own in group_by(events, lambda event: (event.call, event.step)).values():
-        start = min((event.start for event in own if event.computes), default=own[0].start)
-        window += max(event.end for event in own) - start
-        for event in own:
-            kind = event.phase if event.computes else "update" if event.kind == "update" else "other"
-            spent[event.core][kind] += max(0, event.end - max(start, event.start))
+    for step_events in group_by(events, lambda event: (event.call, event.step)).values():
+        start = min((event.start for event in step_events if event.computes), default=step_events[0].start)
+        window += max(event.end for event in step_events) - start
+        for event in step_events:
+            activity = event.phase if event.computes else "update" if event.kind == "update" else "other"
+            spent[event.core][activity] += max(0, event.end - max(start, event.start))
     # Negative: the threads that talk to other processes.
     return [Usage(at, dict(ns), max(0, window - ns.total())) for at, ns in sorted(spent.items()) if at >= 0]
 
@@ -62,10 +62,10 @@ def measured_bubble(events: Iterable[Event], instance_of: Mapping[int, int]) -> 
     """Return the share of the steps in which an instance ran no task, on average over instances, which `instance_of`
     gives by core; None without events. A step lasts as in `core_usages`."""
     window, busy, instances = 0, 0, len({*instance_of.values()})
-    for own in group_by(events, lambda event: (event.call, event.step)).values():
-        begin = min((event.start for event in own if event.computes), default=own[0].start)
-        window += instances * (max(event.end for event in own) - begin)
-        on_cores = (event for event in own if event.core >= 0)
+    for step_events in group_by(events, lambda event: (event.call, event.step)).values():
+        begin = min((event.start for event in step_events if event.computes), default=step_events[0].start)
+        window += instances * (max(event.end for event in step_events) - begin)
+        on_cores = (event for event in step_events if event.core >= 0)
         for runs in group_by(on_cores, lambda event: instance_of[event.core]).values():
             until = begin
             for event in sorted(runs, key=lambda event: event.start):
@@ -74,9 +74,9 @@ def measured_bubble(events: Iterable[Event], instance_of: Mapping[int, int]) -> 
     return 1 - busy / window if window else None
 
 
-def waiting_share(found: Sequence[Usage]) -> float | None:
-    """Return the share of time in which the cores of `found` waited; None without any."""
-    waiting, busy = sum(use.waiting for use in found), sum(sum(use.spent.values()) for use in found)
+def waiting_share(usages: Sequence[Usage]) -> float | None:
+    """Return the share of time in which the cores waited; None without any."""
+    waiting, busy = sum(use.waiting for use in usages), sum(sum(use.spent.values()) for use in usages)
     return waiting / (waiting + busy) if busy else None
 
 
@@ -120,7 +120,7 @@ def row_costs(events: Iterable[Event]) -> dict[int, float]:
     costs = {}
     for row, runs in group_by(events, lambda event: event.task).items():
         steps = group_by(runs, lambda event: (event.call, event.step)).values()
-        typical = median(fmean(event.cost for event in own) for own in steps)
+        typical = median(fmean(event.cost for event in step) for step in steps)
         costs[row] = max(typical, min(event.end - event.start for event in runs))
     return costs
 
@@ -150,8 +150,8 @@ def ipu_usages(stages: Sequence[StageTime], micro_batches: int, length: float) -
     spent = defaultdict[int, defaultdict[str, float]](lambda: defaultdict(float))
     for stage in stages:
         spent[stage.ipu]["update"] += stage.update
-        for kind, ns in {**stage.phases, "other": stage.around}.items():
-            spent[stage.ipu][kind] += micro_batches * ns
+        for activity, ns in {**stage.phases, "other": stage.around}.items():
+            spent[stage.ipu][activity] += micro_batches * ns
     return [Usage(ipu, dict(ns), max(0.0, length - sum(ns.values()))) for ipu, ns in sorted(spent.items())]
 
 
@@ -163,7 +163,7 @@ def update_costs(profile: Profile, events: Iterable[Event]) -> dict[int, float]:
     steps = group_by((e for e in events if e.kind == "update"), lambda event: (event.call, event.step))
     if not steps or not total:
         return {}
-    cost = median(sum(event.cost for event in own) for own in steps.values())
+    cost = median(sum(event.cost for event in step) for step in steps.values())
     return {ipu: cost * size / total for ipu, size in updates}
 
 
@@ -184,8 +184,8 @@ def with_row_costs(profile: Profile, costs: dict[int, float]) -> Profile:
 def cost_spread(events: Iterable[Event]) -> float:
     """Return the median of the `relative_spread` of all rows that compute and ran at least four times; else 0."""
     runs = group_by((event for event in events if event.computes), lambda event: event.task).values()
-    found = [relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4]
-    return median(found or [0.0])
+    spreads = [relative_spread([event.cost for event in same]) for same in runs if len(same) >= 4]
+    return median(spreads or [0.0])
 
 
 def relative_spread(values: Sequence[float]) -> float:
@@ -198,7 +198,7 @@ def relative_spread(values: Sequence[float]) -> float:
 
 def group_by(values: Iterable[_V], key: Callable[[_V], _K]) -> dict[_K, list[_V]]:
     """Return lists of the values with the same key, by key, in the order of `values`."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for value in values:
-        found[key(value)].append(value)
-    return found
+        groups[key(value)].append(value)
+    return groups

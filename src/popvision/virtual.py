@@ -93,9 +93,9 @@ class DeviceStep:
         for row, task in enumerate(profile.tasks):
             if task.phase:
                 rows_of[task.phase, task.stage].append(row)
-        tasks, found = self.times(min(self.micro_batches, max(1, _MOST_TASKS // len(self.actions))))
+        tasks, times = self.times(min(self.micro_batches, max(1, _MOST_TASKS // len(self.actions))))
         runs = []
-        for (number, micro_batch), start in zip(tasks, found.starts, strict=False):
+        for (number, micro_batch), start in zip(tasks, times.starts, strict=False):
             action = self.actions[number]
             rows = rows_of[action.phase, action.stage]
             ends = [start + spent for spent in accumulate(row_costs.get(row, 0.0) for row in rows)]
@@ -103,7 +103,7 @@ class DeviceStep:
                 runs.append(TaskRun(0, 0, row, micro_batch, 0, -1, round(begin), round(end)))
         updating = {task.ipu: row for row, task in enumerate(profile.tasks) if task.kind == "update"}
         ipus = [ipu for ipu, cost in self.updates.items() if cost]
-        for ipu, start, end in zip(ipus, found.starts[len(tasks) :], found.ends[len(tasks) :], strict=True):
+        for ipu, start, end in zip(ipus, times.starts[len(tasks) :], times.ends[len(tasks) :], strict=True):
             if ipu in updating:
                 runs.append(TaskRun(0, 0, updating[ipu], -1, 0, -1, round(start), round(end)))
         return sorted(runs, key=lambda run: (run.start, run.end))
