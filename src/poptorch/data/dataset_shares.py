@@ -22,19 +22,19 @@ def sampler_of_process(
     micro_batch: int | None,
     shuffle: bool,
     drop_last: bool,
-    others: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Sampler[int] | None:
     """Return a sampler of the rows that this process reads; None: torch's own sampler is to be used.
 
-    Args: others: further arguments of torch's loader; a "generator" replaces the seed in a single process
+    Args: arguments: further arguments of torch's loader; a "generator" replaces the seed in a single process
     """
     distributed, counts = options.Distributed, options._counts()
     (share_index, processes), by_replica = distributed._share, distributed.rows_by_replica
-    samplers = [name for name in ("batch_sampler", "sampler") if others.get(name) is not None]
+    samplers = [name for name in ("batch_sampler", "sampler") if arguments.get(name) is not None]
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:
         # The options' seed orders the rows of a single process, too: any number of processes has the same order.
-        has_seed = options.exists("random_seed") and others.get("generator") is None
+        has_seed = options.exists("random_seed") and arguments.get("generator") is None
         is_seeded = by_replica and shuffle and has_seed
         if not is_seeded or samplers or micro_batch is None or is_iterable:
             return None

@@ -125,9 +125,9 @@ class DataLoader(torch.utils.data.DataLoader):
         self.mode = member_by_name(DataLoaderMode, mode)
         self.drops_last = drop_last
         self._accessor: AsynchronousDataAccessor | None = None
-        known = inspect.signature(AsynchronousDataAccessor).parameters.keys() - {"dataset", "rebatched_size"}
+        names = inspect.signature(AsynchronousDataAccessor).parameters.keys() - {"dataset", "rebatched_size"}
         for name in async_options or {}:  # the loader computes the size
-            checked("async_options", name, tuple(sorted(known)), fix='async_options={"buffer_size": 4}')
+            checked("async_options", name, tuple(sorted(names)), fix='async_options={"buffer_size": 4}')
         rows = 1 if batch_size is None else batch_size
         checked("DataLoader: batch_size", rows, int, ValueError, least=1, fix="batch_size={}")
         micro_batch_count = options._counts().product  # micro-batches of a combined batch

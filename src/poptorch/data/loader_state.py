@@ -194,7 +194,7 @@ def _loader_generators(loader: Any) -> list[torch.Generator]:
     """Return the torch.Generators of a loader and of its samplers, each generator once."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     generators = [getattr(part, "generator", None) for part in (loader, *samplers)]
-    return list({id(each): each for each in generators if isinstance(each, torch.Generator)}.values())
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def _generator_states(loader: Any) -> LoaderState:

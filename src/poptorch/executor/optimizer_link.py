@@ -97,7 +97,7 @@ class OptimizerLink:
             states = [optimizer.state.get(parameter, {}) for parameter in parameters_of(optimizer)]
             check_torch_state(optimizer, {"state": dict(enumerate(states))})
             # A state of another kind is of no use.
-            is_new = before is not None and now.kind == before.kind and not any(states)
+            is_new = before is not None and now.cls == before.cls and not any(states)
             self._replace_optimizer(optimizer, continues=is_new)
         else:
             self._name_parameters()

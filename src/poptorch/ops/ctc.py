@@ -71,8 +71,8 @@ def _compute_losses(
     return losses.to(log_probs.dtype), gradient
 
 
-def _fake_losses(log_probs: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    gradient = torch.empty_like(log_probs if others[-1] else log_probs[:0], dtype=torch.float32)
+def _fake_losses(log_probs: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    gradient = torch.empty_like(log_probs if arguments[-1] else log_probs[:0], dtype=torch.float32)
     return log_probs.new_empty(log_probs.shape[1]), gradient
 
 
@@ -166,9 +166,9 @@ def _best_paths(rows: list[list[float]], blank: int, beam_width: int) -> list[tu
     return [(path, _log_add_exp(*ends)) for path, ends in beams.items()]
 
 
-def _log_add_exp(one: float, other: float) -> float:
-    """Return log(exp(one) + exp(other)), also for minus infinity."""
-    high, low = max(one, other), min(one, other)
+def _log_add_exp(a: float, b: float) -> float:
+    """Return log(exp(a) + exp(b)), also for minus infinity."""
+    high, low = max(a, b), min(a, b)
     return high if low == _LOG_ZERO else high + math.log1p(math.exp(low - high))
 
 

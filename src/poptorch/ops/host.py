@@ -161,8 +161,7 @@ def _autograd_gradients(
         pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
         outputs, sums = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         sources = [leaves[i] for i in wanted]
-        found = torch.autograd.grad(outputs, sources, sums, allow_unused=True, materialize_grads=True)
-    return list(found)
+        return list(torch.autograd.grad(outputs, sources, sums, allow_unused=True, materialize_grads=True))
 
 
 class CPU:
@@ -264,22 +263,22 @@ def custom_op(
     """
     attributes = {} if attributes is None else attributes
     _check_attributes(attributes)
-    found = _registered.get((name, domain, domain_version))
+    operation = _registered.get((name, domain, domain_version))
     if current() is None:
-        if found is None:
+        if operation is None:
             return [torch.zeros_like(example) for example in example_outputs]
-        return as_list(found.forward(*inputs, **attributes))
-    if found is None:
-        known = ", ".join(f"{d}.{n} {v}" for n, d, v in sorted(_registered)) or "none"
+        return as_list(operation.forward(*inputs, **attributes))
+    if operation is None:
+        names = ", ".join(f"{d}.{n} {v}" for n, d, v in sorted(_registered)) or "none"
         raise Error(
             f"the custom operation {domain}.{name}, version {domain_version}, has no implementation here\n"
-            f"  why: operators compiled for IPUs can't run on this hardware; registered are: {known}\n"
+            f"  why: operators compiled for IPUs can't run on this hardware; registered are: {names}\n"
             f"  fix: poptorch.registerCustomOp({name!r}, {domain!r}, {domain_version}, forward), where forward"
             " computes the outputs with torch; examples/by_feature/known_operations.py registers operations of public"
             " programs"
         )
-    backward = None if found.backward is None else partial(found.backward, **attributes)
-    function = replace(found, forward=partial(found.forward, **attributes), backward=backward)
+    backward = None if operation.backward is None else partial(operation.backward, **attributes)
+    function = replace(operation, forward=partial(operation.forward, **attributes), backward=backward)
     return function(inputs, example_outputs)
 
 

@@ -180,8 +180,8 @@ def clear_attribute(attribute: str, key: str) -> None:
     """Remove `key` of an attribute, if set, for the operations captured next; no effect outside a capture."""
     if (capture := current()) is not None:
         entries = {k: v for k, v in capture.attributes.get(attribute, {}).items() if k != key}
-        others = {k: v for k, v in capture.attributes.items() if k != attribute}
-        capture.attributes = {**others, attribute: entries} if entries else others
+        unchanged = {k: v for k, v in capture.attributes.items() if k != attribute}
+        capture.attributes = {**unchanged, attribute: entries} if entries else unchanged
 
 
 class MultiConv:
@@ -250,12 +250,12 @@ class MultiConv:
         properties = {name: value for name, value in self._properties.items() if value is not None}
         capture.group = ConvolutionGroup(properties)
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, cls: Any, *_: object) -> None:
         capture = current()
         if capture is None or capture.group is None:
             return
         group, capture.group = capture.group, None
-        if kind is not None:
+        if cls is not None:
             return
         if group.convolutions == 0:
             raise Error(

@@ -122,15 +122,15 @@ class _PrintLayout:
 
     def element_formatter(self) -> Callable[[Any], str]:
         """Return a function that returns an element of the tensor as text, by `digits` and `float_format`."""
-        tensor, digits, kind = self.tensor, self.digits, self.float_format
+        tensor, digits, notation = self.tensor, self.digits, self.float_format
         if not tensor.is_floating_point():
             return lambda value: str(int(value)) if isinstance(value, bool) else str(value)
-        if kind == "none" or digits == 0:
+        if notation == "none" or digits == 0:
             return lambda value: _shortest_text(value, tensor)
-        if kind == "fixed":
+        if notation == "fixed":
             finite = [abs(value) for value in tensor.flatten().tolist() if math.isfinite(value)]
             digits = max(digits - len(str(int(max(finite, default=0)))), 0)
-        style = {"auto": f".{digits}g", "scientific": f".{digits - 1}e", "fixed": f".{digits}f"}[kind]
+        style = {"auto": f".{digits}g", "scientific": f".{digits - 1}e", "fixed": f".{digits}f"}[notation]
         return lambda value: format(value, style)
 
 

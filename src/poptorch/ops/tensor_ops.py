@@ -107,8 +107,8 @@ def serializedMatMul(
         return torch.cat([torch.matmul(lhs, piece) for piece in rhs.chunk(factor, -1)], -1)
     wide = torch.promote_types(lhs.dtype, torch.float32) if keep_precision else lhs.dtype
     pairs = zip(lhs.to(wide).chunk(factor, -1), rhs.to(wide).chunk(factor, max(-2, -rhs.dim())), strict=True)
-    first, *others = (torch.matmul(left, right) for left, right in pairs)
-    return sum(others, first).to(lhs.dtype)
+    first, *rest = (torch.matmul(left, right) for left, right in pairs)
+    return sum(rest, first).to(lhs.dtype)
 
 
 def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:

@@ -24,23 +24,23 @@ class UnknownParameterError(Error, KeyError):
 
 def supported_optimizers() -> str:
     """Return the names of all optimizers that the original runs, as text for messages."""
-    kinds = (f"{kind.__module__.partition('.')[0]}.optim.{kind.__name__}" for kind in Optimizer._classes)
-    return ", ".join(sorted(kinds))
+    names = (f"{cls.__module__.partition('.')[0]}.optim.{cls.__name__}" for cls in Optimizer._classes)
+    return ", ".join(sorted(names))
 
 
 def _check_step(optimizer: Any) -> None:
     """Raise AssertionError if an object is no optimizer, or its `step()` needs more than one gradient, or a sparse one,
     and Error if it lacks what executors read."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         fix = "make an object: torch.optim.SGD(model.parameters(), lr=0.1)"
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            kind, fix = "a class", fix.replace("torch.optim.SGD", optimizer.__name__)
+            given, fix = "a class", fix.replace("torch.optim.SGD", optimizer.__name__)
         elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
             fix = "trainer.setOptimizer(optimizer), after scheduler.step()"
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
-            f" torch.optim.Optimizer; this one is {kind}\n"
+            f" torch.optim.Optimizer; this one is {given}\n"
             f"  fix: {fix}"
         )
     if lacking := [name for name in ("param_groups", "state") if not hasattr(optimizer, name)]:
@@ -73,12 +73,12 @@ def _check_step(optimizer: Any) -> None:
 
 def name_in_messages(optimizer: Any) -> str:
     """Return the optimizer's name in messages: "SGD1" (combined accumulators), "SGD2", "ADAMW_NO_BIAS" ..."""
-    known = class_of(optimizer)
-    if known is None:
+    cls = class_of(optimizer)
+    if cls is None:
         return type(optimizer).__name__
-    if known.__name__ == "SGD":
+    if cls.__name__ == "SGD":
         return "SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"
-    name = known.__name__.upper() + "_NO_BIAS" * (not getattr(optimizer, "bias_correction", True))
+    name = cls.__name__.upper() + "_NO_BIAS" * (not getattr(optimizer, "bias_correction", True))
     return name + "_CENTERED" * any(group.get("centered") for group in optimizer.param_groups)
 
 
@@ -122,13 +122,13 @@ class Snapshot:
     frozen: settings.Optimizer
     hyper: settings.Hyper
     constants: frozenset[str]
-    kind: type[Optimizer] | None  # the class that describes the optimizer
+    cls: type[Optimizer] | None  # the class that describes the optimizer
 
     def rates(self) -> dict[str, list[Any]]:
         """Return each rate's values in the groups, by name: those that have a name in `variable_attrs`, or all."""
         values_of: dict[str, list[Any]] = {"loss_scaling": [self.hyper.loss_scaling]}
         for group in self.hyper.groups:
-            values = numbers_of(self.kind, group)
+            values = numbers_of(self.cls, group)
             if "velocity_scaling" in group:
                 values["velocity_scaling"] = group["velocity_scaling"]
             for name, value in values.items():
@@ -142,8 +142,8 @@ def take_snapshot(
     """Return the snapshot of an optimizer. `names`: id(parameter) -> name, of the whole model; "" for parameters of the
     optimizer that the program has replaced in the model."""
     _check_step(optimizer)
-    hyper, groups, known = rates_of(optimizer), optimizer.param_groups, class_of(optimizer)
-    if known is not None and any(group.get("amsgrad") for group in groups):
+    hyper, groups, cls = rates_of(optimizer), optimizer.param_groups, class_of(optimizer)
+    if cls is not None and any(group.get("amsgrad") for group in groups):
         raise ValueError(
             "Only non-amsgrad Adam/AdamW optimizers are supported.\n  fix: leave out amsgrad=True"
         )
@@ -153,7 +153,7 @@ def take_snapshot(
             " some False\n  fix: pass centered to the constructor, and leave it out of the groups"
         )
     _check_parameters(optimizer, names)
-    states = {} if known is None else {name: state for name, state in known._states.items() if state.dtype}
+    states = {} if cls is None else {name: state for name, state in cls._states.items() if state.dtype}
     types = {name: getattr(optimizer, state.dtype, torch.float32) for name, state in states.items()}
     frozen = settings.Optimizer(
         kind=name_in_messages(optimizer),
@@ -162,7 +162,7 @@ def take_snapshot(
         max_grad_norm=_clipping_bound(optimizer, "max_grad_norm"),
         max_grad_value=_clipping_bound(optimizer, "max_grad_value"),
     )
-    snapshot = Snapshot(frozen, hyper, frozenset(), known)
+    snapshot = Snapshot(frozen, hyper, frozenset(), cls)
     constants = {
         name
         for name, values in snapshot.rates().items()
@@ -194,7 +194,7 @@ def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
     present_rates = now.rates()
     for name, rates in before.rates().items() if with_rates else ():
         present = present_rates.get(name, []) if name in before.constants else []
-        if any(one != other for one, other in zip(rates, present, strict=False)):  # groups may be added
+        if any(old != new for old, new in zip(rates, present, strict=False)):  # groups may be added
             changes.append(f"  modified constant attribute {name!r}: it was {rates}, now it is {present}\n")
     if changes:
         raise Error(
@@ -206,9 +206,9 @@ def check_changes(before: Snapshot, now: Snapshot, with_rates: bool) -> None:
 
 
 def unexpected_names(
-    optimizer: torch.optim.Optimizer, known: dict[str, set[str]]
+    optimizer: torch.optim.Optimizer, accepted: dict[str, set[str]]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield (description, names) of attributes, defaults and keys of groups that are not `known` and that no class
+    """Yield (description, names) of attributes, defaults and keys of groups that are not `accepted` and that no class
     declares; add them. All of a description that is not known are accepted."""
     # Keys of SGD and LAMB, a bound that any optimizer may have, and keys of torch's load_state_dict and schedulers.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable", "initial_lr"}
@@ -217,13 +217,13 @@ def unexpected_names(
     attributes = {name for name in vars(optimizer) if not (name[0] == "_" or is_expected.get(name))}
     of_groups = {f"group {i} attribute": group for i, group in enumerate(optimizer.param_groups)}
     defaults = getattr(optimizer, "defaults", ())
-    found = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}
-    for description, names in found.items():
+    names_of = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}
+    for description, names in names_of.items():
         names = set(map(str, names))
-        new = names - known.setdefault(description, names)
+        new = names - accepted.setdefault(description, names)
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__) if new else ())
         if unexpected := sorted(new - expected):
-            known[description] |= new
+            accepted[description] |= new
             yield description, unexpected
 
 

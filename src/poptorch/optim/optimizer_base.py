@@ -321,8 +321,8 @@ def rates_of(optimizer: Any) -> Hyper:
 
 def _group_rates(optimizer: Any, group: dict[str, Any], index: int) -> dict[str, Any]:
     """Return the rates of parameter group `index`: numbers, switches and words. Raises errors as `rates_of`."""
-    known, where = class_of(optimizer), f"parameter group {index}"
-    for key in known._rates if known is not None else ():
+    cls, where = class_of(optimizer), f"parameter group {index}"
+    for key in cls._rates if cls is not None else ():
         if key not in group:
             raise AssertionError(
                 f"Mandatory attribute {key} not found in {where} of {type(optimizer).__name__}; "
@@ -339,7 +339,7 @@ def _group_rates(optimizer: Any, group: dict[str, Any], index: int) -> dict[str,
         for key, value in group.items()
         if key != "params" and _is_rate(value)
     }
-    if known is not None and _may_use_lists(group):
+    if cls is not None and _may_use_lists(group):
         rates["foreach"] = True
     return rates
 
@@ -382,17 +382,17 @@ def as_float(value: Any, name: str, where: str) -> float:
 
 def _ipu_param_name(rate: str) -> str:
     """Return the name of a rate in "ipu_param": "weightDecay" for "weight_decay", "learningRate" for "lr"."""
-    first, *others = ["learning", "rate"] if rate == "lr" else rate.split("_")
-    return first + "".join(map(str.capitalize, others))
+    first, *rest = ["learning", "rate"] if rate == "lr" else rate.split("_")
+    return first + "".join(map(str.capitalize, rest))
 
 
-def to_ipu_param(kind: type[Optimizer], group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
+def to_ipu_param(cls: type[Optimizer], group_of: Mapping[str, int], hyper: Hyper) -> dict[str, Tensor]:
     """Return the "ipu_param" of an optimizer: the loss scaling, and for each parameter its group's rates. SGD
     without momentum has two derived values instead, with dampening d, weight decay λ and loss scaling s:
     scaledLearningRate0 = lr·(1 − d) / s and weightDecayScaleFactor0 = 1 − lr·(1 − d)·λ."""
     entries = {"lossScaling_FLOAT": torch.tensor(float(hyper.loss_scaling))}
     for parameter, index in group_of.items():
-        rates = numbers_of(kind, hyper.groups[index])
+        rates = numbers_of(cls, hyper.groups[index])
         values = {_ipu_param_name(name): rate for name, rate in rates.items() if name not in _SWITCHES}
         if "dampening" in rates and rates["momentum"] == 0:
             step = rates["lr"] * (1 - rates["dampening"])
@@ -403,17 +403,17 @@ def to_ipu_param(kind: type[Optimizer], group_of: Mapping[str, int], hyper: Hype
     return entries
 
 
-def numbers_of(kind: type[Optimizer] | None, rates: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(cls: type[Optimizer] | None, rates: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates of a group as numbers, with "betas" as "beta1" and "beta2": those that a class names, else all
     numbers."""
-    found: dict[str, float] = {}
-    for name in rates if kind is None else kind._rates:
+    numbers: dict[str, float] = {}
+    for name in rates if cls is None else cls._rates:
         value = rates[name]
         if name == "betas":
-            found |= {f"beta{n}": float(beta) for n, beta in enumerate(value, 1)}
+            numbers |= {f"beta{n}": float(beta) for n, beta in enumerate(value, 1)}
         elif isinstance(value, (int, float, Tensor)) or name == "max_weight_norm":
-            found[name] = MAX_WEIGHT_NORM if value is None else float(value)
-    return found
+            numbers[name] = MAX_WEIGHT_NORM if value is None else float(value)
+    return numbers
 
 
 # poptorch's format ------------------------------------------------------------------------------------
@@ -422,28 +422,28 @@ def numbers_of(kind: type[Optimizer] | None, rates: Mapping[str, Any]) -> dict[s
 def check_torch_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError if torch's part of a `state_dict()` has states of another kind of optimizer, of
     other shapes than the parameters, or with values that no update yields. States of unknown kinds pass."""
-    kind = class_of(optimizer)
-    if kind is None:
+    cls = class_of(optimizer)
+    if cls is None:
         return
-    first, known = next(iter(kind._states)), {"step", *kind._states}
+    first, names = next(iter(cls._states)), {"step", *cls._states}
     for index, parameter in enumerate(parameters_of(optimizer)):
         state = state_dict["state"].get(index, {})
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-        if tensors and not {first} <= set(tensors) <= known:
+        if tensors and not {first} <= set(tensors) <= names:
             raise RuntimeError(
                 f"the state to be loaded into {type(optimizer).__name__} is of another kind of optimizer: of parameter"
                 f" {index} it has {', '.join(sorted(tensors))}, and {type(optimizer).__name__} keeps"
-                f" {', '.join(sorted(known))}\n"
+                f" {', '.join(sorted(names))}\n"
                 "  fix: use the optimizer that wrote it, or go on with a new one"
             )
         for name, value in tensors.items():
-            state_kind = kind._states.get(name, StateKind(""))
+            state_kind = cls._states.get(name, StateKind(""))
             if why := _fault_of_state(state_kind, value.detach(), parameter.shape):
                 shown = value.tolist() if value.numel() == 1 else f"a tensor of the shape {list(value.shape)}"
                 raise RuntimeError(
                     f"the state to be loaded can't be right: {name} of parameter {index} is {shown}\n"
                     f"  why: {why}\n"
-                    f"  fix: load what state_dict() of an optimizer of this kind ({kind.__name__}) returned for this"
+                    f"  fix: load what state_dict() of an optimizer of this kind ({cls.__name__}) returned for this"
                     " model"
                 )
 

@@ -115,11 +115,11 @@ class AdamW(_Moments, torch.optim.AdamW):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, steps = super()._init_group(group, *lists), lists[-1]
+        has_complex, steps = super()._init_group(group, *lists), lists[-1]
         if not self.bias_correction:  # torch divides the moments by 1 - beta ** step
             torch._foreach_add_(steps, 1.0)
             steps[:] = [torch.full_like(step, math.inf) for step in steps]
-        return found
+        return has_complex
 
 
 class RMSprop(_Moments, torch.optim.RMSprop):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -155,23 +155,23 @@ class RMSprop(_Moments, torch.optim.RMSprop):  # pyright: ignore[reportIncompati
             return step_without_hooks(torch.optim.RMSprop)(self, closure)
         return _step_by_formula(self, closure, self._update)
 
-    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
+    def _update(self, group: dict[str, Any], chunk: "_Parameters") -> None:
         lr, alpha, momentum = group["lr"], group["alpha"], group["momentum"]
-        gradients, squares = some.gradients(group), some.states("square_avg")
+        gradients, squares = chunk.gradients(group), chunk.states("square_avg")
         torch._foreach_mul_(squares, alpha)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - alpha)
         if group["centered"]:
-            means = some.states("grad_avg")
+            means = chunk.states("grad_avg")
             torch._foreach_lerp_(means, gradients, 1 - alpha)
             squares = torch._foreach_addcmul(squares, means, means, -1)
         roots = torch._foreach_sqrt(torch._foreach_add(squares, group["eps"]))
         if momentum > 0:
-            buffers = some.states("momentum_buffer")
+            buffers = chunk.states("momentum_buffer")
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_addcdiv_(buffers, gradients, roots, lr)
-            torch._foreach_sub_(some.weights, buffers)
+            torch._foreach_sub_(chunk.weights, buffers)
         else:
-            torch._foreach_addcdiv_(some.weights, gradients, roots, -lr)
+            torch._foreach_addcdiv_(chunk.weights, gradients, roots, -lr)
 
 
 class LAMB(_Moments, torch.optim.Optimizer):
@@ -196,25 +196,25 @@ class LAMB(_Moments, torch.optim.Optimizer):
         """Update the weights that have gradients; return the result of `closure`, which is called first."""
         return _step_by_formula(self, closure, self._update)
 
-    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
-        (beta1, beta2), gradients = group["betas"], some.gradients({})
-        means, squares = some.states("exp_avg"), some.states("exp_avg_sq")
+    def _update(self, group: dict[str, Any], chunk: "_Parameters") -> None:
+        (beta1, beta2), gradients = group["betas"], chunk.gradients({})
+        means, squares = chunk.states("exp_avg"), chunk.states("exp_avg_sq")
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        counts = [step.item() if self.bias_correction else math.inf for step in some.states("step")]
+        counts = [step.item() if self.bias_correction else math.inf for step in chunk.states("step")]
         # m̂ / (√v̂ + eps) = m / (√v + r·eps) · r / (1 − β₁^step), with r = √(1 − β₂^step).
         roots, factors = torch._foreach_sqrt(squares), [(1 - beta2**count) ** 0.5 for count in counts]
         torch._foreach_add_(roots, [group["eps"] * factor for factor in factors])
-        steps = torch._foreach_mul(some.weights, group["weight_decay"])
+        steps = torch._foreach_mul(chunk.weights, group["weight_decay"])
         scales = [factor / (1 - beta1**count) for factor, count in zip(factors, counts, strict=True)]
         torch._foreach_addcdiv_(steps, means, roots, scales)
         bound = group["max_weight_norm"]
-        sizes = some.norms(some.weights).clamp(max=MAX_WEIGHT_NORM if bound is None else bound)
-        lengths = some.norms(steps)
+        sizes = chunk.norms(chunk.weights).clamp(max=MAX_WEIGHT_NORM if bound is None else bound)
+        lengths = chunk.norms(steps)
         trust = torch.where((sizes == 0) | (lengths == 0), 1.0, sizes / lengths)
-        torch._foreach_mul_(steps, some.by_weight(trust))
-        torch._foreach_add_(some.weights, steps, alpha=-group["lr"])
+        torch._foreach_mul_(steps, chunk.by_weight(trust))
+        torch._foreach_add_(chunk.weights, steps, alpha=-group["lr"])
 
 
 class LARS(Optimizer, torch.optim.Optimizer):
@@ -239,13 +239,13 @@ class LARS(Optimizer, torch.optim.Optimizer):
         """Update the weights that have gradients; return the result of `closure`, which is called first."""
         return _step_by_formula(self, closure, self._update)
 
-    def _update(self, group: dict[str, Any], some: "_Parameters") -> None:
-        decay, velocities, weights = group["weight_decay"], some.states("momentum_buffer"), some.weights
-        gradients = some.gradients({})
-        sizes, lengths = some.norms(weights), some.norms(gradients)
+    def _update(self, group: dict[str, Any], chunk: "_Parameters") -> None:
+        decay, velocities, weights = group["weight_decay"], chunk.states("momentum_buffer"), chunk.weights
+        gradients = chunk.gradients({})
+        sizes, lengths = chunk.norms(weights), chunk.norms(gradients)
         rates = group["eta"] * sizes / (lengths + decay * sizes + group["eps"])
-        rates = some.by_weight(torch.where((sizes == 0) | (lengths == 0), 1.0, rates))
-        scaled = [i for i, weight in enumerate(weights) if weight.dim() - some.has_rows[i] > 1]
+        rates = chunk.by_weight(torch.where((sizes == 0) | (lengths == 0), 1.0, rates))
+        scaled = [i for i, weight in enumerate(weights) if weight.dim() - chunk.has_rows[i] > 1]
         if scaled:
             steps = torch._foreach_add(
                 [gradients[i] for i in scaled], [weights[i] for i in scaled], alpha=decay
@@ -266,18 +266,18 @@ class _Parameters:
     """Some parameters of a group that a formula updates together; complex ones as real numbers."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._parameters, self._states = parameters, [optimizer.state[each] for each in parameters]
+        self._parameters, self._states = parameters, [optimizer.state[parameter] for parameter in parameters]
         # By parameter, whether it has a row for each group of replicas, which are weights of their own.
-        self.has_rows = [id(each) in optimizer._per_replica for each in parameters]
+        self.has_rows = [id(parameter) in optimizer._per_replica for parameter in parameters]
         self.weights = [*map(_as_real, parameters)]
 
     def gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """Return the gradients, with the sign and the L2 penalty, λ·w, that a group asks for; not to be written to."""
-        found: Any = [_as_real(each.grad) for each in self._parameters if each.grad is not None]
+        gradients: Any = [_as_real(p.grad) for p in self._parameters if p.grad is not None]
         if group.get("maximize"):
-            found = torch._foreach_neg(found)
+            gradients = torch._foreach_neg(gradients)
         decay = group.get("weight_decay", 0)
-        return list(torch._foreach_add(found, self.weights, alpha=decay)) if decay else found
+        return list(torch._foreach_add(gradients, self.weights, alpha=decay)) if decay else gradients
 
     def states(self, name: str) -> list[Tensor]:
         """Return the state of this name of each parameter."""
@@ -285,17 +285,17 @@ class _Parameters:
 
     def norms(self, values: Sequence[Tensor]) -> Tensor:
         """Return the norm of each of these values of the parameters, and of each row of those with rows: [norms]."""
-        parts = [each.unbind() if rows else [each] for each, rows in zip(values, self.has_rows, strict=True)]
-        return torch.stack([_norm(part) for each in parts for part in each])
+        parts = [v.unbind() if rows else [v] for v, rows in zip(values, self.has_rows, strict=True)]
+        return torch.stack([_norm(row) for part in parts for row in part])
 
     def by_weight(self, values: Tensor) -> list[Tensor]:
         """Return numbers in the order of `norms` as those of each parameter, which broadcast to it."""
-        found = values.split(
-            [len(each) if rows else 1 for each, rows in zip(self.weights, self.has_rows, strict=True)]
+        numbers = values.split(
+            [len(weight) if rows else 1 for weight, rows in zip(self.weights, self.has_rows, strict=True)]
         )
         return [
-            own.reshape(-1, *[1] * (each.dim() - 1)) if rows else own.reshape(())
-            for own, each, rows in zip(found, self.weights, self.has_rows, strict=True)
+            number.reshape(-1, *[1] * (weight.dim() - 1)) if rows else number.reshape(())
+            for number, weight, rows in zip(numbers, self.weights, self.has_rows, strict=True)
         ]
 
 
@@ -308,26 +308,26 @@ def _step_by_formula(
         loss = None if closure is None else closure()
     for group in optimizer.param_groups:
         optimizer._complete_states(group)
-        for parameters in _in_parts([each for each in group["params"] if each.grad is not None]):
-            some = _Parameters(optimizer, parameters)
+        for parameters in _in_parts([p for p in group["params"] if p.grad is not None]):
+            chunk = _Parameters(optimizer, parameters)
             if "step" in optimizer._states:
-                torch._foreach_add_(some.states("step"), 1)
-            update(group, some)
+                torch._foreach_add_(chunk.states("step"), 1)
+            update(group, chunk)
     return loss
 
 
 def _in_parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield neighbours on one device: on the CPU about `_AT_ONCE` elements together."""
-    found, count = list[Tensor](), 0
+    part, count = list[Tensor](), 0
     for parameter in parameters:
         is_full = parameter.is_cpu and count + parameter.numel() > _AT_ONCE
-        if found and (is_full or parameter.device != found[0].device):
-            yield found
-            found, count = [], 0
-        found.append(parameter)
+        if part and (is_full or parameter.device != part[0].device):
+            yield part
+            part, count = [], 0
+        part.append(parameter)
         count += parameter.numel()
-    if found:
-        yield found
+    if part:
+        yield part
 
 
 def _norm(value: Tensor) -> Tensor:

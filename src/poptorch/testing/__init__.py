@@ -32,8 +32,8 @@ def allclose(ref_outputs: Any, test_outputs: Any, rtol: float = 1e-5, atol: floa
     if spec_of(ref_outputs) != spec_of(test_outputs):
         return False
     for ref, test in zip(tensors_of(ref_outputs), tensors_of(test_outputs), strict=True):
-        kind = torch.promote_types(ref.dtype, test.dtype)
-        if ref.shape != test.shape or not torch.allclose(ref.to(kind), test.to(kind), rtol, atol, True):
+        dtype = torch.promote_types(ref.dtype, test.dtype)
+        if ref.shape != test.shape or not torch.allclose(ref.to(dtype), test.to(dtype), rtol, atol, True):
             return False
     return True
 
@@ -114,12 +114,12 @@ def compare(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as an ipu computes: more threads add in another order
     try:
-        found = _Check(ranks, model, options, batch, optimizer, update, updates, micro_batches).run()
+        comparison = _Check(ranks, model, options, batch, optimizer, update, updates, micro_batches).run()
     finally:
         torch.set_num_threads(threads)
     if ranks.size > 1 and ranks.rank == 0:
-        print(found)
-    return found
+        print(comparison)
+    return comparison
 
 
 @dataclass
@@ -150,13 +150,13 @@ class _Check:
             self.update = ExecutorUpdate(self.options, loss_index, self.updates)
         loop = Loop(self.model, self.optimizer, self.update, is_alone=ranks.size == 1)
         reports = ranks.run("make the update", functools.partial(loop.run, self.batches))
-        found, group = ranks.run("run plain PyTorch", self._facts)[0], ranks.connect()
-        while not isinstance(found, Comparison):  # rank 0 may try other recipes of plain PyTorch
-            differences = functools.partial(loop.differences, reports, group, found, self.plain)
+        outcome, group = ranks.run("run plain PyTorch", self._facts)[0], ranks.connect()
+        while not isinstance(outcome, Comparison):  # rank 0 may try other recipes of plain PyTorch
+            differences = functools.partial(loop.differences, reports, group, outcome, self.plain)
             of_ranks = ranks.run("compare", differences)
             judge = functools.partial(self._judge, loop.title, of_ranks, reports, differing)
-            found = ranks.run("name the cause", judge)[0]
-        return found
+            outcome = ranks.run("name the cause", judge)[0]
+        return outcome
 
     def _begin(self) -> Fingerprint:
         """Check the arguments, and set those that were left out."""
@@ -198,11 +198,11 @@ class _Check:
             plain.run(recipe or plain.recipe, self.updates)
         return {name for name, p in plain.parameters.items() if p.grad is not None}, plain.largest
 
-    def _judge(self, title: str, found: Any, reports: Any, differing: str) -> Any:
+    def _judge(self, title: str, differences: Any, reports: Any, differing: str) -> Any:
         """Return, on rank 0, the comparison, or facts of another recipe of plain PyTorch with which to compare."""
         if (plain := self.plain) is None:
             return None
-        case = Case(len(self.layout[0]), len(self.layout), found, reports, differing, plain, self.model)
+        case = Case(len(self.layout[0]), len(self.layout), differences, reports, differing, plain, self.model)
         if recipe := other_recipe(case):
             return self._facts(recipe)
         size, loss = self.ranks.size, describe_loss(reports, plain)

@@ -38,14 +38,14 @@ class Case:
     Args:
         micro_batches: of an update, on each replica of an executor
         replicas:      of an executor
-        found:         of each rank, how "gradient" and "weight" of its parameters differ from plain PyTorch's
+        differences:   of each rank, how "gradient" and "weight" of its parameters differ from plain PyTorch's
         reports:       of each rank
         differing:     which arguments have other values on a rank than on rank 0, as text; or ""
     """
 
     micro_batches: int
     replicas: int
-    found: Sequence[dict[str, dict[str, Difference]]]
+    differences: Sequence[dict[str, dict[str, Difference]]]
     reports: Sequence[RankReport]
     differing: str
     plain: PlainUpdates
@@ -57,13 +57,13 @@ class Case:
         the gradients of a rank without an optimizer's step don't count, if its weights are right."""
         names = [set(report.sent) for report in self.reports]
         due = [
-            own.union(*(peer for peer in names if own < peer and 2 * len(own) > len(peer))) for own in names
+            had.union(*(peer for peer in names if had < peer and 2 * len(had) > len(peer))) for had in names
         ]
         verdicts = {part: {name: dict[int, str]() for name in self.plain.parameters} for part in PARTS}
-        for rank, found in enumerate(self.found):
+        for rank, of_rank in enumerate(self.differences):
             is_idle = not self.reports[rank].steps and any(report.steps for report in self.reports)
             for name, parameter in self.plain.parameters.items():
-                of_name = found.get(name, {})
+                of_name = of_rank.get(name, {})
                 is_unused = is_idle and "weight" in of_name and is_rounding(of_name["weight"].verdict)
                 for part in PARTS:
                     if part in of_name and not (part == "gradient" and is_unused):
@@ -93,7 +93,7 @@ class Case:
 
     def samples(self, part: str, name: str) -> dict[int, Tensor]:
         """Return the samples of each rank that has a tensor of the right shape."""
-        ranks = {rank: self.found[rank].get(name, {}).get(part) for rank in self.verdicts[part][name]}
+        ranks = {rank: self.differences[rank].get(name, {}).get(part) for rank in self.verdicts[part][name]}
         return {rank: of.sample for rank, of in ranks.items() if of and of.sample is not None}
 
     def holders(self, names: Iterable[str]) -> list[int]:
@@ -105,11 +105,11 @@ class Case:
         PyTorch, and bounds of rounding errors [elements]."""
         plain, half = [self.plain.sample(name) for name in names], half_of(self.reports)
         bounds = [torch.full_like(p, self.plain.bound(n, half)) for n, p in zip(names, plain, strict=True)]
-        found = [
+        samples = [
             [self.samples("gradient", n).get(rank, p * math.nan) for n, p in zip(names, plain, strict=True)]
             for rank in self.holders(names)
         ]
-        return torch.stack([torch.cat(of_rank) for of_rank in found]), torch.cat(plain), torch.cat(bounds)
+        return torch.stack([torch.cat(of_rank) for of_rank in samples]), torch.cat(plain), torch.cat(bounds)
 
     def is_finite(self, names: Sequence[str]) -> bool:
         """Return whether all ranks that have gradients of these parameters have finite ones, of the right shapes."""
@@ -118,10 +118,10 @@ class Case:
 
     def factor(self, names: Sequence[str]) -> float:
         """Return the factor between all ranks' gradients and plain PyTorch's; 0.0 if there is none."""
-        found, plain, bounds = self.gradients(names)
-        every = plain.expand_as(found)[~found.isnan()]
-        factor = factor_between([(found[~found.isnan()], every)])
-        return factor if _near(found, factor * plain, bounds * abs(factor)) else 0.0
+        actual, plain, bounds = self.gradients(names)
+        every = plain.expand_as(actual)[~actual.isnan()]
+        factor = factor_between([(actual[~actual.isnan()], every)])
+        return factor if _near(actual, factor * plain, bounds * abs(factor)) else 0.0
 
     def text(self, part: str, name: str) -> str:
         """Return the verdicts on the ranks that have the parameter: one text, if they are equal."""
@@ -151,9 +151,9 @@ def _list_text(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _near(one: Tensor, other: Tensor, bound: Tensor) -> bool:
-    """Return whether values are equal up to rounding, where a rank has values: `one` is NaN elsewhere."""
-    return bool((((one - other).abs() <= SLACK * bound) | one.isnan()).all())
+def _near(values: Tensor, expected: Tensor, bound: Tensor) -> bool:
+    """Return whether values are equal up to rounding, where a rank has values: NaN elsewhere."""
+    return bool((((values - expected).abs() <= SLACK * bound) | values.isnan()).all())
 
 
 def other_recipe(case: Case) -> Recipe | None:
@@ -174,11 +174,11 @@ def other_recipe(case: Case) -> Recipe | None:
     ranks = len(case.holders(wrong))
     numbers = (case.micro_batches * ranks, ranks) if ranks > 1 and not factor else ()
     for number in (number for number in numbers if number <= plain.rows):
-        parts, (found, own, bounds) = plain.parts(number), case.gradients(wrong)
+        parts, (actual, expected, bounds) = plain.parts(number), case.gradients(wrong)
         columns = plain.columns(parts, wrong)
-        if columns is None or not _near(found, columns.mean(1), bounds):
+        if columns is None or not _near(actual, columns.mean(1), bounds):
             continue
-        if fit(columns, own[:, None], bounds) is None:
+        if fit(columns, expected[:, None], bounds) is None:
             note = f"{number} micro-batches, since the loss couples the rows of a micro-batch"
             return replace(recipe, layout=[parts], note=note)
     return None
@@ -276,12 +276,12 @@ def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
 
 def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
     """Different on the ranks, with plain PyTorch's as their mean or sum."""
-    found, plain, bounds = case.gradients(names)
-    distinct = [v for i, v in enumerate(found) if not any(_same(v, other, bounds) for other in found[:i])]
+    actual, plain, bounds = case.gradients(names)
+    distinct = [v for i, v in enumerate(actual) if not any(_same(v, w, bounds) for w in actual[:i])]
     if len(distinct) < 2:
         return None
     ranks = ranks_text(case.holders(names))
-    if _near(found.nanmean(0), plain, bounds):
+    if _near(actual.nanmean(0), plain, bounds):
         return f"{case.subject(names)} of only the own rank's rows: not averaged over {ranks}"
     if not _near(torch.stack(distinct).nansum(0), plain, bounds):
         return None
@@ -300,14 +300,14 @@ def _same(one: Tensor, other: Tensor, bounds: Tensor) -> bool:
 def _by_rows(case: Case, names: Sequence[str]) -> str | None:
     """Sums over the rows with other weights than plain PyTorch's."""
     ranks, rows, steps = case.holders(names), case.plain.rows, case.micro_batches
-    found, plain, bounds = case.gradients(names)
+    actual, plain, bounds = case.gradients(names)
     for number in dict.fromkeys((rows, steps * len(ranks), steps, len(ranks))):
         parts = case.plain.parts(number)
         columns = case.plain.columns(parts, names) if 1 < number <= min(rows, _MOST_PARTS) else None
         if columns is None:
             continue
         solved = []
-        for of_rank in found:
+        for of_rank in actual:
             held = ~of_rank.isnan()
             values = torch.stack([plain, of_rank], dim=1)[held]
             solved.append(fit(columns[held], values, bounds[held]))
@@ -385,8 +385,8 @@ def _of_weights(case: Case, names: Sequence[str]) -> str | None:
         every += [torch.stack([values[r], *given]) for r in case.wrong_ranks("weight", name) if r in values]
     if not every:
         return None
-    found, plain, initial = torch.cat(every, dim=1)
-    step, plain_step, noise = found - initial, plain - initial, 5e-7 * initial.abs().max()
+    actual, plain, initial = torch.cat(every, dim=1)
+    step, plain_step, noise = actual - initial, plain - initial, 5e-7 * initial.abs().max()
     if not step.any():
         held = {name for name in case.trained if set(case.holders([name])) & set(ranks)}
         what = "" if held <= set(names) else f" of {_list_text(names)}"
@@ -412,7 +412,7 @@ def describe_loss(reports: Sequence[RankReport], plain: PlainUpdates) -> str:
     losses = [report.losses for report in reports if report.losses]
     if not losses:
         return "not returned"
-    found, expected = torch.tensor(losses, dtype=torch.float64).mean(0), plain.losses.flatten(1)
-    if found.numel() != expected.numel():  # those of updates, or of the rows of an instance
-        found, expected = found.reshape(len(expected), -1).mean(1), expected.mean(1)
-    return describe_difference(found.to(expected.dtype), expected.flatten(), half=half_of(reports))
+    actual, expected = torch.tensor(losses, dtype=torch.float64).mean(0), plain.losses.flatten(1)
+    if actual.numel() != expected.numel():  # those of updates, or of the rows of an instance
+        actual, expected = actual.reshape(len(expected), -1).mean(1), expected.mean(1)
+    return describe_difference(actual.to(expected.dtype), expected.flatten(), half=half_of(reports))

@@ -27,18 +27,18 @@ def check_arguments(
     fix = f"compare({'trainer.' * hasattr(model, 'destroy')}model, options, batch, optimizer, update=...)"
     check = partial(checked, error=Error, fix=f"{fix}, where a batch is one tuple")
     check("compare: model", model, nn.Module)
-    kinds = (options, Options), (optimizer, torch.optim.Optimizer), (update, Callable)
-    for name, (value, kind) in zip(("options", "optimizer", "update"), kinds, strict=True):
+    classes = (options, Options), (optimizer, torch.optim.Optimizer), (update, Callable)
+    for name, (value, cls) in zip(("options", "optimizer", "update"), classes, strict=True):
         if value is not None:
-            check(f"compare: {name}", value, kind)
+            check(f"compare: {name}", value, cls)
     check("compare: updates", updates, int, least=1)
     check("compare: micro_batches", 1 if micro_batches is None else micro_batches, int, least=1)
     if options is not None and micro_batches is not None:
         raise Error("compare: options have a number of micro-batches\n  fix: leave out micro_batches")
     if options is not None and options.exists("batch_dims"):
         raise Error("compare: options.batchDims is not supported\n  fix: inputs with rows in dimension 0")
-    own, groups = {id(p) for p in model.parameters()}, optimizer.param_groups if optimizer else ()
-    if any(id(parameter) not in own for group in groups for parameter in group["params"]):
+    ids, groups = {id(p) for p in model.parameters()}, optimizer.param_groups if optimizer else ()
+    if any(id(parameter) not in ids for group in groups for parameter in group["params"]):
         raise Error(
             "compare: the optimizer has parameters that are not the model's\n"
             "  fix: make it of model.parameters(), after the last change of the model"
@@ -79,12 +79,12 @@ def differing_values(fingerprints: Sequence[Fingerprint]) -> str:
     """Return which values differ between ranks, as text; "" if none does. Raises Error, if other properties differ:
     ranks could wait for each other."""
     first, other_values = fingerprints[0], dict[str, tuple[str, set[int]]]()
-    for rank, other in enumerate(fingerprints):
-        for one, another in zip_longest(first.items, other.items, fillvalue=("the model", "nothing", "")):
+    for rank, peer in enumerate(fingerprints):
+        for one, another in zip_longest(first.items, peer.items, fillvalue=("the model", "nothing", "")):
             if one[:2] != another[:2]:
                 raise Error(
                     f"compare: rank {rank} passes another argument than rank 0: {one[0]}\n"
-                    f"  rank 0, {first.line}: {one[1]}\n  rank {rank}, {other.line}: {another[1]}\n"
+                    f"  rank 0, {first.line}: {one[1]}\n  rank {rank}, {peer.line}: {another[1]}\n"
                     "  fix: call compare with equal arguments on all ranks"
                 )
             if one != another:

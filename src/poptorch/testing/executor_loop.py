@@ -34,7 +34,7 @@ class ExecutorUpdate:
         counts = self._options._counts()
         rows = torch.arange(rows_in(batch)).chunk(counts.instances)[counts.instance]
         args, kwargs = arguments_of(take(batch, rows))
-        other = copy.deepcopy(model)
+        twin = copy.deepcopy(model)
         if self._executor is None:
             self._executor = trainingModel(model, self._options.clone().outputMode(OutputMode.All), optimizer)
         losses = tensors_of(self._executor(*args, **kwargs))[self._loss_index].flatten()
@@ -42,10 +42,10 @@ class ExecutorUpdate:
         if self._calls_left:
             return Updated(losses.tolist())
         self._executor.destroy()
-        sgd = torch.optim.SGD(other.parameters(), lr=0.0, momentum=0.5)
-        executor = trainingModel(other, self._options, sgd)
+        sgd = torch.optim.SGD(twin.parameters(), lr=0.0, momentum=0.5)
+        executor = trainingModel(twin, self._options, sgd)
         executor(*args, **kwargs)
         executor.destroy()
-        for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
             parameter.grad = sgd.state.get(same, {}).get("momentum_buffer")
         return Updated(losses.tolist())

@@ -97,7 +97,7 @@ class Loop:
         self._parameters = dict(self.model.named_parameters())  # a loop may cut the model, or replace them
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         every = {name: self._names[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
-        self._canonical = {_without_wrappers(name): known for name, known in every.items()} | every
+        self._canonical = {_without_wrappers(name): canonical for name, canonical in every.items()} | every
         self._at_step = dict[Tensor, Tensor]()  # gradients, by parameter
         self._steps = Counter[int]()  # by optimizer
         self._losses, self._early, self._half = list[float](), list[str](), set[torch.dtype]()
@@ -126,13 +126,13 @@ class Loop:
             parameter.grad = None  # frees memory, if there are copies
         for part, tensors in zip(PARTS, (updated.gradients, updated.weights), strict=True):
             for name, tensor in tensors.items():
-                if (known := self._known(name)) is None:
+                if (canonical := self._canonical_name(name)) is None:
                     hint = did_you_mean(name, self._canonical)
                     raise Error(
                         f"compare: the model has no parameter {name!r}, which `Updated` names{hint}\n"
                         "  fix: use the names of model.named_parameters()"
                     )
-                self._tensors.setdefault(known, {})[part] = tensor.detach()
+                self._tensors.setdefault(canonical, {})[part] = tensor.detach()
         sent, gradients = dict[str, dict[str, list[int] | int]](), list[Tensor]()
         for name, parts in self._tensors.items():
             sent[name] = {part: _shards_of(tensor, self._before[name]) for part, tensor in parts.items()}
@@ -159,8 +159,8 @@ class Loop:
         """Return the gradient and the new value of each parameter that the loop has used on this rank."""
         now = dict(self._parameters)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if (known := self._known(name)) and id(parameter) not in self._names:
-                now[known] = parameter  # FSDP and tensor parallel replace parameters
+            if (canonical := self._canonical_name(name)) and id(parameter) not in self._names:
+                now[canonical] = parameter  # FSDP and tensor parallel replace parameters
         tensors: dict[str, dict[str, Any]] = {}
         for name, parameter in now.items():
             gradient = self._at_step.get(parameter, parameter.grad)
@@ -176,7 +176,7 @@ class Loop:
         is_sharded = hasattr(parameter, "full_tensor") or parameter.shape != before.shape
         return is_sharded or not torch.equal(parameter.to(before), before)
 
-    def _known(self, name: str) -> str | None:
+    def _canonical_name(self, name: str) -> str | None:
         """Return the model's name for a wrapper's name of a parameter."""
         return self._canonical.get(name, self._canonical.get(_without_wrappers(name)))
 
@@ -194,7 +194,7 @@ class Loop:
             facts: the parameters with a gradient in plain PyTorch, and the largest element of all gradients
             plain: plain PyTorch's updates, on rank 0
         """
-        found: dict[str, dict[str, Difference]] = {}
+        differences: dict[str, dict[str, Difference]] = {}
         (trained, largest), half = facts, half_of(reports)
         for name, before in self._before.items():
             gradient, of_name, step = None, half, 0.0
@@ -220,27 +220,27 @@ class Loop:
                     verdict = describe_difference(whole, expected, scale, allowed, gradient, of_name)
                     is_like = expected is not None and whole.shape == expected.shape
                     value = sample(whole, gradient) if is_like else None
-                    found.setdefault(name, {})[part] = Difference(verdict, value)
-        return found
+                    differences.setdefault(name, {})[part] = Difference(verdict, value)
+        return differences
 
     def _whole(self, name: str, part: str, reports: Sequence[RankReport], group: Any) -> Tensor | None:
         """Return this rank's tensor, or the one that its shard is a part of, if all ranks of its mesh have a shard."""
-        own: Any = self._tensors.get(name, {}).get(part)
+        value: Any = self._tensors.get(name, {}).get(part)
         rank = group.rank() if group else 0
         sent = [report.sent.get(name, {}).get(part) for report in reports]
         if isinstance(mesh := sent[rank], list):
-            own = own.full_tensor() if all(sent[peer] is not None for peer in mesh) else _local(own)
+            value = value.full_tensor() if all(sent[peer] is not None for peer in mesh) else _local(value)
         shape, pieces, holders = self._before[name].shape, list[Tensor](), list[int]()
         for peer, size in enumerate(sent):
             if not isinstance(size, int) or not size or group is None:
                 continue
-            pieces.append(own.contiguous() if peer == rank else self._before[name].new_empty(size).detach())
+            pieces.append(value.contiguous() if peer == rank else self._before[name].new_empty(size).detach())
             holders.append(peer)
             group.broadcast(pieces[-1], peer).wait()
             if sum(map(len, pieces)) == shape.numel():
-                own = torch.cat(pieces).view(shape) if rank in holders else own
+                value = torch.cat(pieces).view(shape) if rank in holders else value
                 pieces, holders = [], []
-        return own
+        return value
 
 
 def _noise_of_step(bound: float, step: float, gradient: Tensor) -> Tensor:
@@ -258,12 +258,12 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _coarser_dtype(found: Tensor | None, plain: Tensor | None) -> torch.dtype | None:
+def _coarser_dtype(actual: Tensor | None, plain: Tensor | None) -> torch.dtype | None:
     """Return the coarser dtype of which all values of a gradient are, if plain PyTorch's are not."""
-    if found is None or plain is None or found.numel() < 2:
+    if actual is None or plain is None or actual.numel() < 2:
         return None
     for dtype in HALF:
-        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in found.flatten().split(1 << 20)):
+        if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in actual.flatten().split(1 << 20)):
             return None if torch.equal(plain.to(dtype).to(plain.dtype), plain) else dtype
     return None
 

@@ -112,7 +112,7 @@ class PlainUpdates:
     def run(self, recipe: Recipe, number: int) -> None:
         """Make a number of updates of a new copy, and leave the gradients of the last one in `.grad`."""
         self.recipe, self.number, self.parameters = recipe, number, dict[str, Tensor]()  # frees the old copy
-        self._known: dict[tuple[int, ...], Mapping[str, Tensor]] = {}  # samples of gradients, by rows
+        self._samples: dict[tuple[int, ...], Mapping[str, Tensor]] = {}  # samples of gradients, by rows
         model, optimizer = copy.deepcopy(self._given)
         self.parameters = dict(model.named_parameters())
         made = [self._update(model, optimizer, batch) for batch in self._batches[:number]]
@@ -190,7 +190,7 @@ class PlainUpdates:
         """Return the gradients of parts of the first batch: [elements of these parameters' samples, parts]; None if the
         model can't compute with so few rows."""
         for rows in parts:
-            if (key := tuple(rows.tolist())) not in self._known:
+            if (key := tuple(rows.tolist())) not in self._samples:
                 model = copy.deepcopy(self._given[0])
                 model.zero_grad()
                 try:
@@ -198,8 +198,8 @@ class PlainUpdates:
                 except (RuntimeError, ValueError):  # such as batch norm over one row
                     return None
                 pairs = zip(model.named_parameters(), self.parameters.values(), strict=True)
-                self._known[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
-        columns = [[self._known[tuple(rows.tolist())][name] for name in names] for rows in parts]
+                self._samples[key] = {name: sample(p.grad, plain.grad) for (name, p), plain in pairs}
+        columns = [[self._samples[tuple(rows.tolist())][name] for name in names] for rows in parts]
         return torch.stack([torch.cat(column) for column in columns], dim=1)
 
 

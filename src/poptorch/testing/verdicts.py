@@ -24,12 +24,12 @@ def is_rounding(verdict: str) -> bool:
 
 def rounding_of(verdicts: Iterable[str]) -> str:
     """Return "equal", "equal up to rounding" or "equal up to rounding of bfloat16", by verdicts that are rounding."""
-    kinds = {verdict.partition(",")[0] for verdict in verdicts if verdict.startswith("rounding")}
-    return f"equal up to {max(kinds)}" if kinds else "equal"
+    roundings = {verdict.partition(",")[0] for verdict in verdicts if verdict.startswith("rounding")}
+    return f"equal up to {max(roundings)}" if roundings else "equal"
 
 
 def describe_difference(
-    found: Tensor | None,
+    actual: Tensor | None,
     plain: Tensor | None,
     scale: float = 0.0,
     allowed: Callable[[Tensor], Tensor] | None = None,
@@ -44,36 +44,36 @@ def describe_difference(
         allowed: the errors that count as rounding, in addition, where plain PyTorch's `gradient` has some values
         half:    the dtype that the loop computed or reduced in, if it is coarser
     """
-    if found is None:
+    if actual is None:
         return "none" if plain is None else "missing"
     if plain is None:
-        return "plain has none" if found.any() else ZEROS
-    if found.shape != plain.shape:
-        return f"shape {list(found.shape)}, plain {list(plain.shape)}"
-    if found.dtype == plain.dtype and torch.equal(found, plain):
+        return "plain has none" if actual.any() else ZEROS
+    if actual.shape != plain.shape:
+        return f"shape {list(actual.shape)}, plain {list(plain.shape)}"
+    if actual.dtype == plain.dtype and torch.equal(actual, plain):
         return "equal"
-    scale = max(scale, _largest(there.abs() for _, there in _chunks(found, plain)))
-    error = _largest((here - there).abs() for here, there in _chunks(found, plain))
+    scale = max(scale, _largest(there.abs() for _, there in _chunks(actual, plain)))
+    error = _largest((here - there).abs() for here, there in _chunks(actual, plain))
     first = None
     for dtype in filter(None, (plain.dtype, half)):
-        first = _first_above(rounding_bound(scale, dtype), found, plain, allowed, gradient)
+        first = _first_above(rounding_bound(scale, dtype), actual, plain, allowed, gradient)
         if first is None:
             of = "" if dtype is plain.dtype else f" of {str(dtype).removeprefix('torch.')}"
             return f"rounding{of}, {error / scale if scale else error:.0e}"
-    factor = factor_between(_chunks(found, plain))
+    factor = factor_between(_chunks(actual, plain))
     bound = rounding_bound(scale, half or plain.dtype) * abs(factor)
-    if factor and _largest((h - factor * t).abs() for h, t in _chunks(found, plain)) <= bound:
+    if factor and _largest((h - factor * t).abs() for h, t in _chunks(actual, plain)) <= bound:
         return format_factor(factor)
-    index = [int(value) for value in torch.unravel_index(torch.tensor(first), found.shape)]
-    values = f"{float(found[tuple(index)]):.4g}, plain {float(plain[tuple(index)]):.4g}"
+    index = [int(value) for value in torch.unravel_index(torch.tensor(first), actual.shape)]
+    values = f"{float(actual[tuple(index)]):.4g}, plain {float(plain[tuple(index)]):.4g}"
     return f"at {index}: {values}" if index else values
 
 
 def factor_between(pairs: Iterable[tuple[Tensor, ...]]) -> float:
-    """Return the factor k for which the difference of `found` and k * `plain` is least; pairs are (found, plain)."""
+    """Return the factor k for which the difference of `actual` and k * `plain` is least; pairs are (actual, plain)."""
     product = square = 0.0
-    for found, plain in pairs:
-        product += float(found.dot(plain))
+    for actual, plain in pairs:
+        product += float(actual.dot(plain))
         square += float(plain.dot(plain))
     return product / square if square else 0.0
 
@@ -99,13 +99,13 @@ def _largest(parts: Iterable[Tensor]) -> float:
 
 def _first_above(
     bound: float,
-    found: Tensor,
+    actual: Tensor,
     plain: Tensor,
     allowed: Callable[[Tensor], Tensor] | None,
     gradient: Tensor | None,
 ) -> int | None:
     """Return the index, in the flattened tensors, of the first error above the bound; None if there is none."""
-    chunks = _chunks(found, plain, plain if gradient is None else gradient)
+    chunks = _chunks(actual, plain, plain if gradient is None else gradient)
     for turn, (here, there, slope) in enumerate(chunks):
         wrong = ~((here - there).abs() <= (bound + allowed(slope) if allowed else bound))
         if wrong.any():
