@@ -34,29 +34,29 @@ def meant_number(value: Any, least: int = 0) -> int:
 def checked(
     name: str,
     value: Any,
-    kind: Any,
+    allowed: Any,
     error: type[Exception] = AssertionError,
     least: int | None = None,
     fix: str = "",
 ) -> Any:
-    """Return an argument of the function or setter `name`. Raises `error` unless it has the type `kind` and is not less
-    than `least` (if given, a bool is no int), or is in the tuple `kind`. `fix`: an example of a right call, in
+    """Return an argument of the function or setter `name`. Raises `error` unless it has the type `allowed` and is not
+    less than `least` (if given, a bool is no int), or is in the tuple `allowed`. `fix`: an example of a right call, in
     which {} stands for the number that is meant."""
     fix = f"\n  fix: {fix.replace('{}', str(meant_number(value, least or 0)))}" if fix else ""
-    if isinstance(kind, tuple):
-        if value in kind and isinstance(value, type(kind[0])):  # 4.0 is no 4
+    if isinstance(allowed, tuple):
+        if value in allowed and isinstance(value, type(allowed[0])):  # 4.0 is no 4
             return value
-        meant = did_you_mean(str(value), map(str, kind))
-        known = ", ".join(map(repr, kind)) or "none"
-        raise error(f"{name} takes one of {known}; found {value!r}{meant}{fix}")
-    if isinstance(value, kind) and (least is None or (not isinstance(value, bool) and value >= least)):
+        meant = did_you_mean(str(value), map(str, allowed))
+        choices = ", ".join(map(repr, allowed)) or "none"
+        raise error(f"{name} takes one of {choices}; found {value!r}{meant}{fix}")
+    if isinstance(value, allowed) and (least is None or (not isinstance(value, bool) and value >= least)):
         return value
-    if (word := _WORDS.get(kind)) is None:
-        is_public = kind.__name__ in sys.modules["poptorch"].__all__
-        word = f"a {'poptorch' if is_public else kind.__module__}.{kind.__name__}"
+    if (word := _WORDS.get(allowed)) is None:
+        is_public = allowed.__name__ in sys.modules["poptorch"].__all__
+        word = f"a {'poptorch' if is_public else allowed.__module__}.{allowed.__name__}"
     limit = "" if least is None else f" from {least}"
-    names = getattr(kind, "__members__", ())  # of an enum
+    names = getattr(allowed, "__members__", ())  # of an enum
     meant = [name for name in names if name.lower() == str(value).lower()] or names
     fix = f"\n  fix: {' or '.join(f'{word[2:]}.{name}' for name in meant)}" if names else fix
-    found = f"{value!r:.80}" if "\n" not in repr(value) else f"a {type(value).__name__}"
-    raise error(f"{name} takes {word}{limit}; found {found}{fix}")
+    shown = f"{value!r:.80}" if "\n" not in repr(value) else f"a {type(value).__name__}"
+    raise error(f"{name} takes {word}{limit}; found {shown}{fix}")

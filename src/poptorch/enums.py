@@ -7,11 +7,11 @@ from typing import Any
 from poptorch.checks import checked
 
 
-def member_by_name(kind: type[enum.Enum], value: Any) -> Any:
+def member_by_name(cls: type[enum.Enum], value: Any) -> Any:
     """Return the enum member with this name or value. Raises ValueError, if there is none."""
     with contextlib.suppress(ValueError):
-        return kind(value)
-    return kind[checked(kind.__name__, value, tuple(kind.__members__), ValueError)]
+        return cls(value)
+    return cls[checked(cls.__name__, value, tuple(cls.__members__), ValueError)]
 
 
 class MeanReductionStrategy(enum.IntEnum):
@@ -147,4 +147,4 @@ class OverlapMode(enum.Enum):
     OverlapDeviceIterationLoop = "overlap_device_iteration_loop"
 
 
-__all__ = [name for name, kind in vars().items() if isinstance(kind, enum.EnumType)]  # pyright: ignore
+__all__ = [name for name, cls in vars().items() if isinstance(cls, enum.EnumType)]  # pyright: ignore

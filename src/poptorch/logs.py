@@ -97,12 +97,12 @@ def setLogLevel(level: int | str) -> None:
     Raises: ValueError, for any other number or name
     """
     if isinstance(level, int) and level not in LEVEL_NUMBERS:
-        known = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
-        raise ValueError(f"Invalid log level integer {level}. Valid values are {known}")
+        valid = ", ".join(f"{number} {name}" for number, name in LEVEL_NUMBERS.items())
+        raise ValueError(f"Invalid log level integer {level}. Valid values are {valid}")
     level = LEVEL_NUMBERS[level] if isinstance(level, int) else level
     if level not in LEVELS:
-        known = f"Valid values are {', '.join(sorted(LEVELS))}{did_you_mean(level, LEVELS)}"
-        raise ValueError(f"Unknown log level: {level}. {known}")
+        valid = f"Valid values are {', '.join(sorted(LEVELS))}{did_you_mean(level, LEVELS)}"
+        raise ValueError(f"Unknown log level: {level}. {valid}")
     logger.setLevel(LEVELS[level])
 
 

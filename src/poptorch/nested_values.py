@@ -185,21 +185,21 @@ def parts_of(value: Any) -> dict[Any, Any] | None:
         except TypeError:  # keys of several types, or without an order
             return dict(value)
     if is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
-        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
     return None
 
 
 def copy_with_parts(value: Any, parts: dict[Any, Any]) -> Any:
     """Return a copy of a container with other parts; `parts` has the keys of `parts_of(value)`."""
-    kind = type(value)
-    if kind in _parsers:
-        return _parsers[kind].reconstruct(value, iter(parts.values()))
+    cls = type(value)
+    if cls in _parsers:
+        return _parsers[cls].reconstruct(value, iter(parts.values()))
     if isinstance(value, tuple):
-        return kind(*parts.values()) if hasattr(value, "_fields") else kind(parts.values())
+        return cls(*parts.values()) if hasattr(value, "_fields") else cls(parts.values())
     try:  # a copy keeps the order of keys, and what a subclass added: a default factory, attributes
         twin = copy.copy(value)
     except TypeError:
-        return kind(parts.values()) if isinstance(value, list) else kind(**parts)
+        return cls(parts.values()) if isinstance(value, list) else cls(**parts)
     for key, part in parts.items():
         if isinstance(value, dict | UserDict | list):
             twin[key] = part
@@ -216,7 +216,7 @@ def _are_equal(one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        layouts = ((each.is_meta, each.dtype, each.shape) for each in (one, other))
+        layouts = ((tensor.is_meta, tensor.dtype, tensor.shape) for tensor in (one, other))
         return operator.eq(*layouts) and (one.is_meta or torch.equal(one, other))
     if isinstance(one, float | complex):
         return repr(one) == repr(other)  # NaN is equal, and 0.0 and -0.0 are not

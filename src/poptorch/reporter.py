@@ -57,9 +57,9 @@ class Reporter:
         if not self.recorder.calls:
             if counts.parts > 1 and not counts.instance:  # a file of an earlier run would be joined
                 profile.file_of_part(self.path, counts.part).unlink(missing_ok=True)
-            self._tell_others("compilation", time.perf_counter_ns() - round(1e9 * sum(self.passes.values())))
+            self._mark_others("compilation", time.perf_counter_ns() - round(1e9 * sum(self.passes.values())))
 
-    def _tell_others(self, kind: str, start: int) -> None:
+    def _mark_others(self, kind: str, start: int) -> None:
         """Record work of this plan, from `start` until now, as a host event of all other plans."""
         for recorder in wait_recorders - {self.recorder}:
             recorder.record_host_event(kind, start)
@@ -72,7 +72,7 @@ class Reporter:
     def after_call(self) -> None:
         """Report the call to other plans; save the profile if the last save is a minute old, since programs may be
         killed."""
-        self._tell_others("other calls", self.recorder.origin + self.recorder.in_calls[-1].start)
+        self._mark_others("other calls", self.recorder.origin + self.recorder.in_calls[-1].start)
         began = time.perf_counter()
         if began >= self._next_save:
             self.save()
@@ -177,11 +177,11 @@ def start_reporter(executor: Any, options: Options, training: bool, number: int)
     return reporter
 
 
-def _add_times(found: profile.Profile, detail: StepDetail | None) -> Iterator[profile.Operation]:
+def _add_times(recorded: profile.Profile, detail: StepDetail | None) -> Iterator[profile.Operation]:
     """Yield the operations with their number of runs and nanoseconds in the detailed step, if there is one."""
     lines = {piece: iter(detail.line_times(piece)) for piece in detail.lines} if detail else {}
-    for operation in found.operations:
-        piece = found.tasks[operation.task].piece
+    for operation in recorded.operations:
+        piece = recorded.tasks[operation.task].piece
         if detail and piece in lines:
             operation = operation._replace(calls=detail.runs[piece], ns=next(lines[piece]))
         yield operation

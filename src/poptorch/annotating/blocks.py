@@ -249,8 +249,8 @@ def annotate(
     checked("annotate: marks", {} if marks is None else marks, dict, Error)
     if bool(marks) == bool(layers_per_ipu):
         raise Error("poptorch.annotate takes either marks or layers_per_ipu")
-    found = _marks_by_key(model, marks) if marks else _marks_by_count(model, layers_per_ipu or [])
-    _register_hooks(found, PipelinedExecution(AutoStage.AutoIncrement))
+    module_marks = _marks_by_key(model, marks) if marks else _marks_by_count(model, layers_per_ipu or [])
+    _register_hooks(module_marks, PipelinedExecution(AutoStage.AutoIncrement))
     return model
 
 
@@ -282,10 +282,10 @@ def strategy_of_marks(model: nn.Module, strategy: ExecutionStrategy) -> Executio
     if not isinstance(strategy, PipelinedExecution) or strategy._auto != AutoStage.SameAsIpu:
         return strategy
     hooks = filter(None, map(find_begin_hook, model.modules()))
-    found = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
-    found = copy.copy(found)
-    found._schedule, found._or_sharded = strategy._schedule, found._or_sharded or strategy._or_sharded
-    return found
+    chosen = next((hook.strategy for hook in hooks if hook.strategy is not None), strategy)
+    chosen = copy.copy(chosen)
+    chosen._schedule, chosen._or_sharded = strategy._schedule, chosen._or_sharded or strategy._or_sharded
+    return chosen
 
 
 @contextlib.contextmanager
@@ -310,19 +310,19 @@ def layers_as_blocks(model: nn.Module, strategy: Strategy) -> Iterator[None]:
 def _layer_stacks(model: nn.Module) -> dict[str, list[_Mark]]:
     """Return, by name, the layers (with parameters) of each outermost ModuleList, and of each outermost
     Sequential whose layers are of one class."""
-    found: dict[str, list[_Mark]] = {}
+    stacks: dict[str, list[_Mark]] = {}
     for name, module in model.named_modules():
-        is_nested = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        is_nested = any(not outer or name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not is_nested:
             layers: list[_Mark] = [
                 (child, f"{name}.{n}".lstrip("."), None)
                 for n, child in module.named_children()
                 if next(child.parameters(), None) is not None
             ]
-            kinds = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
-            if kinds < len(layers):
-                found[name] = layers
-    return found
+            classes = 1 if isinstance(module, nn.ModuleList) else len({type(child) for child, *_ in layers})
+            if classes < len(layers):
+                stacks[name] = layers
+    return stacks
 
 
 def _repeated_layers(model: nn.Module) -> list[_Mark]:
@@ -330,8 +330,8 @@ def _repeated_layers(model: nn.Module) -> list[_Mark]:
 
 
 def _describe_stacks(model: nn.Module) -> str:
-    found = _layer_stacks(model).items()
-    return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in found) or "none"
+    stacks = _layer_stacks(model).items()
+    return ", ".join(f"{n or 'the model itself'} ({len(layers)} layers)" for n, layers in stacks) or "none"
 
 
 def _register_hooks(marks: list[_Mark], strategy: PipelinedExecution) -> None:
@@ -365,20 +365,20 @@ def _marks_by_count(model: nn.Module, counts: Sequence[int]) -> list[_Mark]:
 
 def _marks_by_key(model: nn.Module, marks: Mapping[str | type, int]) -> list[_Mark]:
     """Return a mark for each module that keys name, from the first such key. Raises Error as `annotate`."""
-    found: dict[nn.Module, _Mark] = {}
+    marked: dict[nn.Module, _Mark] = {}
     for key, ipu in marks.items():
         modules = _modules_of_key(key, model)
-        left = [module for module in modules if module not in found]
+        left = [module for module in modules if module not in marked]
         takes_rest = not isinstance(key, str) or "*" in key
         if not left or (len(left) < len(modules) and not takes_rest):
-            first = next(found[module][1] for module in modules if module in found)
+            first = next(marked[module][1] for module in modules if module in marked)
             raise Error(
                 f"poptorch.annotate: {first!r}, and after it {key!r}, place the same module\n"
                 "  fix: keys that do not overlap; put keys with '*' and classes last, since they get what is left"
             )
         block = key if isinstance(key, str) else key.__name__
-        found.update({module: (module, block, ipu) for module in left})
-    return list(found.values())
+        marked.update({module: (module, block, ipu) for module in left})
+    return list(marked.values())
 
 
 def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
@@ -393,7 +393,7 @@ def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
     span = _RANGE.search(key)
     numbers = range(int(span[1]), int(span[2]) + 1) if span else ()
     patterns = [f"{key[: span.start()]}{n}{key[span.end() :]}" for n in numbers] if span else [key]
-    found: list[str] = []
+    chosen: list[str] = []
     for pattern in patterns:
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
         matching = [name for name in names if expression.fullmatch(name)]
@@ -405,5 +405,5 @@ def _modules_of_key(key: str | type, model: nn.Module) -> list[nn.Module]:
                 "  fix: use one of model.named_modules(); in it, 0-5 stands for each number and * for any text without"
                 " a dot"
             )
-        found += matching
-    return list(dict.fromkeys(map(model.get_submodule, found)))
+        chosen += matching
+    return list(dict.fromkeys(map(model.get_submodule, chosen)))

@@ -85,8 +85,8 @@ def make_replica_groups(
         count = replicas // size
         of = [r % count if kind is CommGroupType.Orthogonal else r // size for r in range(replicas)]
         groups = ReplicaGroups(tuple(of), retrieval is VariableRetrievalMode.AllReplicas)
-        known = {name: value for name, value in model._parameters.items() if value is not None}
-        parameter = known[checked("per_replica_params of the model's top level", name, tuple(known), Error)]
+        named = {name: value for name, value in model._parameters.items() if value is not None}
+        parameter = named[checked("per_replica_params of the model's top level", name, tuple(named), Error)]
         if parameter.dim() == 0:
             raise Error(
                 f"Scalars cannot be passed as per-replica weight tensor values: {name} has no dimensions\n"

@@ -89,11 +89,11 @@ class Phase:
         return f"Phase({', '.join(map(repr, self.stages))})"
 
 
-def _as(kind: type[T], argument: Any) -> T:
+def _as(cls: type[T], argument: Any) -> T:
     """Return a `Stage` or `Phase` unchanged, or a new one of an argument, or of a list of arguments."""
-    if isinstance(argument, kind):
+    if isinstance(argument, cls):
         return argument
-    return kind(*argument) if isinstance(argument, list | tuple) else kind(argument)
+    return cls(*argument) if isinstance(argument, list | tuple) else cls(argument)
 
 
 class ExecutionStrategy:
@@ -115,10 +115,10 @@ class ExecutionStrategy:
 
     def stage(self, block_id: str) -> Stage:
         """Return the stage of a block. Raises AssertionError for an unknown block."""
-        known = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
+        blocks = ", ".join(map(repr, self._stages)) or "none, since the stages are automatic"
         if block_id not in self._stages:
             raise AssertionError(
-                f"Unknown block {block_id!r}; this strategy has {known}{did_you_mean(block_id, self._stages)}"
+                f"Unknown block {block_id!r}; this strategy has {blocks}{did_you_mean(block_id, self._stages)}"
             )
         return self._stages[block_id]
 
@@ -160,8 +160,8 @@ class _StagedExecution(ExecutionStrategy):
     """A strategy of stages, which the user lists or a rule chooses."""
 
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
-        first, *others = args or (AutoStage.SameAsIpu,)
-        self._auto = first if isinstance(first, AutoStage | AutoBalance) and not others else None
+        first, *rest = args or (AutoStage.SameAsIpu,)
+        self._auto = first if isinstance(first, AutoStage | AutoBalance) and not rest else None
         super().__init__((_as(Stage, arg) for arg in args) if self._auto is None else ())
 
     def freeze(self) -> Strategy:
@@ -254,8 +254,8 @@ class _PhasedExecution(ExecutionStrategy):
 
     def phase(self, index: int) -> Phase:
         """Return the phase with this index, from 0. Raises AssertionError if there is no such phase."""
-        known = tuple(range(len(self._phases)))
-        return self._phases[checked(f"{type(self).__name__}.phase", index, known)]
+        indices = tuple(range(len(self._phases)))
+        return self._phases[checked(f"{type(self).__name__}.phase", index, indices)]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         """Has no effect; kept for compatibility: the last phase's backward is not a phase of its own."""

@@ -70,11 +70,11 @@ class BoundCall:
         """Return the structure and constants of each argument, () if it is left out and its default has tensors; paths
         in **kwargs begin with the keyword."""
         specs = {}
-        for name, each in self.bound.signature.parameters.items():
+        for name, parameter in self.bound.signature.parameters.items():
             value: Any = self.bound.arguments.get(name)
             if name not in self.bound.arguments:  # its default has tensors
                 specs[name] = ()
-            elif each.kind is each.VAR_KEYWORD:
+            elif parameter.kind is parameter.VAR_KEYWORD:
                 keys = sorted(value)
                 parts = (part for key in keys for part in spec_of(value[key], key))
                 specs[name] = ((f"**{name}", Part(dict, tuple(keys))), *parts)
@@ -94,8 +94,8 @@ class BoundCall:
     def constants(self) -> dict[str, Any]:
         """Return, by path, the arguments, and parts of them, that have no tensors."""
         named = dict(self.bound.arguments)
-        for name, each in self.bound.signature.parameters.items():
-            if each.kind is each.VAR_KEYWORD:
+        for name, parameter in self.bound.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(name)
         parts = (part for name, value in named.items() for part in iterate_parts(value, name))
         return {path: value for path, value, *_ in parts if not tensors_of(value)}
@@ -134,18 +134,18 @@ class BoundCall:
     def with_tensors(self, tensors: Iterable[Tensor]) -> BoundCall:
         """Return a copy of the call with other tensors, in the order of `self.tensors`."""
         arguments, given = dict(self.bound.arguments), iter(tensors)
-        for name in (name for name, own in self._by_name.items() if own):
+        for name in (name for name, values in self._by_name.items() if values):
             arguments[name] = with_tensors(arguments[name], given)
         return replace(self, bound=inspect.BoundArguments(self.bound.signature, arguments))
 
     def rows_first(self, dims: dict[str, int | None], micro_batches: int) -> BoundCall:
         """Return a copy in which the rows of all inputs are in dimension 0, one micro-batch after another, by
         `Options.batchDims`. Raises Error if a name is unknown, or a dimension can't be divided."""
-        found, known, moved = dict(self.named_tensors), set(self.bound.signature.parameters), set[str]()
+        named, arguments, moved = dict(self.named_tensors), set(self.bound.signature.parameters), set[str]()
         for path, tensor in self.named_tensors.items():
             name = path if path in dims else re.split(r"[.\[]", path)[0]
             dim = dims.get(name, 0)
-            known.add(name)
+            arguments.add(name)
             if dim == 0:
                 continue
             moved.add(path)
@@ -156,7 +156,7 @@ class BoundCall:
                     f"batchDims: input {path} has no dimensions\n  fix: pass it as {path}[None], of one row"
                 )
             if dim is None:
-                found[path] = tensor.expand(micro_batches, *tensor.shape).flatten(0, 1)
+                named[path] = tensor.expand(micro_batches, *tensor.shape).flatten(0, 1)
             elif not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % micro_batches:
                 raise Error(
                     f"batchDims: input {path} has shape {tuple(tensor.shape)}, and can't be split along dimension"
@@ -165,11 +165,11 @@ class BoundCall:
                 )
             else:
                 parts = tensor.unflatten(dim, (micro_batches, -1))
-                found[path] = parts.movedim(dim % tensor.dim(), 0).flatten(0, 1)
-        if unknown := dims.keys() - known:
-            near = did_you_mean(min(unknown), known | found.keys())
-            raise Error(f"batchDims: no input is named {min(unknown)!r}{near}\n  inputs: {', '.join(found)}")
-        return replace(self.with_tensors(found.values()), rearranged=frozenset(moved))
+                named[path] = parts.movedim(dim % tensor.dim(), 0).flatten(0, 1)
+        if unknown := dims.keys() - arguments:
+            near = did_you_mean(min(unknown), arguments | named.keys())
+            raise Error(f"batchDims: no input is named {min(unknown)!r}{near}\n  inputs: {', '.join(named)}")
+        return replace(self.with_tensors(named.values()), rearranged=frozenset(moved))
 
 
 def is_within(path: str, roots: Iterable[str]) -> bool:
@@ -188,7 +188,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         unknown = set() if takes_any else kwargs.keys() - signature.parameters.keys()
         missing = re.search(r"missing a required .*'(\w+)'", str(error))
         if missing and not unknown:
@@ -215,19 +215,19 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
     call = BoundCall(bound, len(args))
     for index, tensor in enumerate(call.tensors):
         if tensor.is_meta:
-            kind, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
+            fault, fix = "on the meta device, and has no values", "torch.empty_like({}, device='cpu'), filled"
         elif tensor.is_nested:
-            kind, fix = "a nested tensor", "pad it: {}.to_padded_tensor(0)"
+            fault, fix = "a nested tensor", "pad it: {}.to_padded_tensor(0)"
         elif tensor.layout is not torch.strided:
-            kind, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
+            fault, fix = f"sparse ({tensor.layout})", "pass {}.to_dense()"
         elif attributes := sorted(name for name in vars(tensor).keys() - {"backward"} if name[0] != "_"):
             names = ", ".join(attributes)
-            kind = f"a tensor with attributes of Python ({names}), which forward would not find"
+            fault = f"a tensor with attributes of Python ({names}), which forward would not find"
             fix = "pass them as arguments of forward, and delete them: vars({}).clear()"
         else:
             continue
         path, why = list(call.named_tensors)[index], "the device's inputs are dense tensors"
-        raise Error(f"input {path} is {kind}\n  why: {why}\n  fix: {fix.format(path)}")
+        raise Error(f"input {path} is {fault}\n  why: {why}\n  fix: {fix.format(path)}")
     return call
 
 
@@ -256,14 +256,14 @@ def check_batch(call: BoundCall, counts: Counts) -> None:
 
 def warn_about_inputs(call: BoundCall, counts: Counts, has_float64: bool) -> None:
     """Log warnings of inputs that are not used as they are, and of a DataLoader with other options."""
-    known = (loaded_batches.get(tensor) for tensor in call.tensors)
-    loaded = {factors_in_words(each.counts) for each in known if each is not None}
-    if others := loaded - {factors_in_words(counts)}:
+    batches = (loaded_batches.get(tensor) for tensor in call.tensors)
+    loaded = {factors_in_words(batch.counts) for batch in batches if batch is not None}
+    if differing := loaded - {factors_in_words(counts)}:
         logger.warning(
             "the DataLoader and the model have different options: batches are loaded for %s, and the model"
             " reads them as %s: so a micro-batch does not have batch_size rows\n"
             "  fix: give poptorch.DataLoader the options of the model that it loads for",
-            others.pop(),
+            differing.pop(),
             factors_in_words(counts),
         )
     for name, value in call.bound.arguments.items():
@@ -305,11 +305,11 @@ def has_float64_weights(model: torch.nn.Module) -> bool:
 
 def tensors_for_engine(call: BoundCall, has_float64: bool) -> list[Tensor]:
     """Return a call's tensors as contiguous, plain tensors, converted by `narrow_float64`."""
-    found = []
+    tensors = []
     for tensor in call.tensors:
         plain = tensor.detach().resolve_conj().resolve_neg()
-        found.append(narrow_float64(plain, has_float64).contiguous())
-    return found
+        tensors.append(narrow_float64(plain, has_float64).contiguous())
+    return tensors
 
 
 def check_written_inputs(call: BoundCall, written: Iterable[int]) -> None:
@@ -364,16 +364,16 @@ class CompiledInputs:
         accepted. An argument whose default has tensors may be left out or given in any case. Values at the paths
         `unread` do not matter."""
         for index, (name, compiled) in enumerate(self.specs.items()):
-            found = call.specs[name]
-            if not compiled or not found or (name in unread and name in call.constant_parts):
+            actual = call.specs[name]
+            if not compiled or not actual or (name in unread and name in call.constant_parts):
                 continue  # another plan has the default
             kind = call.bound.signature.parameters[name].kind
             # An argument that one of the calls leaves out has its default there.
             may_be_left_out = index >= min(call.positional, self.positional) or kind is kind.VAR_POSITIONAL
-            if found != compiled and may_be_left_out and not any_shape:
+            if actual != compiled and may_be_left_out and not any_shape:
                 counts = (f"{count} arguments" for count in (self.positional, call.positional))
                 _check_equal("Number of positional arguments mismatch", *counts)
-            _check_spec(compiled, dict(found), unread, any_shape)
+            _check_spec(compiled, dict(actual), unread, any_shape)
         compiled_tensors = dict(zip(self.kind.paths, self.kind.tensors, strict=True))
         for path, tensor in call.named_tensors.items():
             dtype, shape = compiled_tensors.get(path, (tensor.dtype, tensor.shape))
@@ -390,11 +390,11 @@ class CompiledInputs:
             _check_equal(f"Shape mismatch for {path}", shape, tensor.shape, fix)
 
 
-def _check_spec(compiled: Spec, found: dict[str, Part], unread: Collection[str], any_shape: bool) -> None:
+def _check_spec(compiled: Spec, actual: dict[str, Part], unread: Collection[str], any_shape: bool) -> None:
     """Raise BatchError unless the compiled spec of an argument and that of a call are equal, or differ only
     as `unread` and `any_shape` allow."""
     for path, expected in compiled:
-        part, name = found.get(path), path.lstrip("*")
+        part, name = actual.get(path), path.lstrip("*")
         # Its container has other keys, or is none; or its value does not matter.
         if part is None or (is_within(path, unread) and part.type is not Tensor):
             continue
@@ -416,7 +416,7 @@ def _check_spec(compiled: Spec, found: dict[str, Part], unread: Collection[str],
         _check_equal(f"Value mismatch for {name}", expected.constant, part.constant, fix)
 
 
-def _check_equal(what: str, expected: Any, found: Any, explained: str = "") -> None:
-    if expected != found:
+def _check_equal(what: str, expected: Any, actual: Any, explained: str = "") -> None:
+    if expected != actual:
         hint = _HINT if "\n  fix: " not in explained else ""
-        raise BatchError(f"{what}: expected {expected} but got {found}{explained}{hint}")
+        raise BatchError(f"{what}: expected {expected} but got {actual}{explained}{hint}")

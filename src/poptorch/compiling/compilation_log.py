@@ -55,8 +55,8 @@ def progress(shown: bool, times: dict[str, float]) -> Iterator[Callable[[str], N
         try:
             yield done
             bar.leave = True  # else it disappears
-            each = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
-            logger.info("compiled in %.2f s: %s", sum(times.values()), each)
+            text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+            logger.info("compiled in %.2f s: %s", sum(times.values()), text)
         except (CaptureError, PartitionError) as error:  # the message stays as it is
             failed = _PASSES[len(times)]
             error.mark_as_engine_error(f"Error raised in:\n  [0] {failed}\n  [1] PoplarExecutor.compile")
@@ -104,11 +104,11 @@ def schedule_text(plan: Plan, settings: Settings) -> str:
     if plan.micro_batches > _DRAWN:
         return f"schedule of a step: {plan.micro_batches} micro-batches, too many to draw"
     here, apart = drawn_schedule(plan, core_count(settings.device)), drawn_schedule(plan)
-    kind = counted(core_count(settings.device), "core") + " of this machine"
-    found = f"schedule of a step on {kind}, {here[0]}:\n{here[1].rstrip()}"
+    cores = counted(core_count(settings.device), "core") + " of this machine"
+    text = f"schedule of a step on {cores}, {here[0]}:\n{here[1].rstrip()}"
     if len(set(plan.partition.ipus)) > 1:
-        found += f"\n\nthe same as if each ipu were a device of its own, {apart[0]}:\n{apart[1].rstrip()}"
-    return found
+        text += f"\n\nthe same as if each ipu were a device of its own, {apart[0]}:\n{apart[1].rstrip()}"
+    return text
 
 
 def check_hardware_rules(plan: Plan, settings: Settings) -> None:
@@ -153,9 +153,9 @@ class Overview:
         for slot in partition.signature.slots:
             if slot.role == "parameter" and slot.name in partition.home:
                 sizes[partition.home[slot.name]] += torch.Size(slot.shape).numel()
-        kind = "training" if settings.training else "inference"
+        mode = "training" if settings.training else "inference"
         self.title = (
-            f"{kind}, {settings.strategy.order}: {counted(partition.stages, 'stage')}"
+            f"{mode}, {settings.strategy.order}: {counted(partition.stages, 'stage')}"
             f" on {counted(len(set(partition.ipus)), 'ipu')}, {counted(counts.replicas, 'replica')}; a call is"
             f" {counted(counts.iterations, 'device iteration')} of {counted(counts.accumulation, 'micro-batch')}"
         )
@@ -197,8 +197,8 @@ class Overview:
         lines += [""] if self.transfers else []
         for source, target, size, per, when in self.transfers[:_MOST_TRANSFERS]:
             lines.append(f"ipu {source} -> ipu {target}: {size:,} bytes a {per} {when}")
-        if (more := len(self.transfers) - _MOST_TRANSFERS) > 0:
-            lines.append(f"... and {more} more transfers, in .transfers")
+        if (rest := len(self.transfers) - _MOST_TRANSFERS) > 0:
+            lines.append(f"... and {rest} more transfers, in .transfers")
         # The last paragraph is the schedule on separate devices, or that of a single ipu.
         schedule = self.schedule.split("\n\n")[-1].replace("the same as if", "a step, as if").splitlines()
         lines += ["", *(wrap(line, _WIDTH, max_lines=1, placeholder=" ...")[0] for line in schedule)]

@@ -124,9 +124,9 @@ class Executable:
         if self.recordings is new.recordings:
             return
         recording = new.recordings[0]
-        for each in self.recordings:
-            if (template := each.template.joined(recording.template)) is not None:
-                recording.unread.update(each.changed_arguments(recording.call))
+        for earlier in self.recordings:
+            if (template := earlier.template.joined(recording.template)) is not None:
+                recording.unread.update(earlier.changed_arguments(recording.call))
                 recording = replace(recording, template=template, is_known=True)
                 break
         self.recordings.appendleft(recording)
@@ -134,9 +134,9 @@ class Executable:
     def check_recording(self, new: "Executable") -> None:
         """Raise Error if a recording with the same reads has another graph, or yields something else."""
         before, recording = self.recordings[0], new.recordings[0]
-        lines, found = (graph_lines(each.graph, before.reads.tensors) for each in (self, new))
-        pairs = zip_longest(lines, found, fillvalue=("", ""))
-        where = next((one[0] or other[0] for one, other in pairs if one[1] != other[1]), None)
+        lines, new_lines = (graph_lines(executable.graph, before.reads.tensors) for executable in (self, new))
+        pairs = zip_longest(lines, new_lines, fillvalue=("", ""))
+        where = next((a[0] or b[0] for a, b in pairs if a[1] != b[1]), None)
         what = before.template.difference(recording.template)
         if where is None and not what and self.graph_code() == new.graph_code():
             return
@@ -172,34 +172,34 @@ def compile_model(
     """
     if earlier:
         settings = replace(settings, strategy=earlier[0].settings.strategy)
-    others = [e for e in earlier if e.key == run.key]
+    of_key = [e for e in earlier if e.key == run.key]
     settings, weights, call = run.settings(settings), (run.frozen, run.tied), run.call
     inputs = CompiledInputs(call.kind, call.specs, call.positional, run.counts, has_float64_weights(model))
-    kind = inputs.micro_batch, weights
-    alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == kind]
+    layout = inputs.micro_batch, weights
+    alike = [e for e in earlier if (e.inputs.micro_batch, e.weights) == layout]
     new = next((e for e in alike if e.holds(run.call)), None)
     if new is None:
         new = record_model(model, run, options, settings, earlier)
     graph, code = new.graph, new.graph_code()
-    for other in others:
-        if other.graph_code() == code:
-            other.add_recording(new)
-            return other
+    for executable in of_key:
+        if executable.graph_code() == code:
+            executable.add_recording(new)
+            return executable
     unread = new.recordings[0].unread
-    changed = [other.recordings[0].changed_arguments(call) for other in others]
-    if others and all(changed) and not options.exists("new_shapes"):
-        latest = others[-1].recordings[0]
+    changed = [e.recordings[0].changed_arguments(call) for e in of_key]
+    if of_key and all(changed) and not options.exists("new_shapes"):
+        latest = of_key[-1].recordings[0]
         like = replace(run, call=latest.call.with_tensors(call.tensors))
         # If other values have changed, too, the graph may depend on these alone.
         if (
             not latest.reads.changed()
             or record_model(model, like, options, settings, earlier).graph_code() != code
         ):
-            others[-1].inputs.check_call(call, unread)
+            of_key[-1].inputs.check_call(call, unread)
     if changed.count({}) >= _MOST_VALUES:
         raise Error(
             f"there are {_MOST_VALUES} plans for values that forward reads, and one changes again:"
-            f" {others[-1].recordings[0].changes(call)[0]}\n"
+            f" {of_key[-1].recordings[0].changes(call)[0]}\n"
             "  why: each value is a part of a plan, which is compiled for it\n"
             '  fix: pass it as a tensor, with options.batchDims({"name": None}), or keep it in a buffer'
             " (`register_buffer`), and write into it"
@@ -279,12 +279,12 @@ def record_model(
         graph = with_fixed_strides(graph)
     unknown: Any = None  # `compile_model` sets plan and inputs
     outputs = forward.returned, anchors, names, forward.note_anchors
-    found = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
+    executable = Executable(unknown, settings, unknown, *outputs, graph, memory_format)
     template = graph.beside.without(graph.reads.dropped)
     unread = earlier[0].recordings[0].unread if earlier else set[str]()
     call = call.with_tensors(tensor.to("meta") for tensor in call.tensors)  # the recording holds no batch
-    found.recordings.append(RecordedCall(graph.reads, template, call, forward.line, unread))
-    return found
+    executable.recordings.append(RecordedCall(graph.reads, template, call, forward.line, unread))
+    return executable
 
 
 @dataclass

@@ -56,8 +56,8 @@ def _losses_without_metrics(returned: Any, capture: Capture) -> list[tuple[Tenso
         functions |= new
         stack += new
     marked = set(map(id, capture.marked))
-    found = [loss for loss in capture.losses if loss[0].grad_fn in functions or id(loss[0]) in marked]
-    return found if found or any(map(_is_loss_candidate, outputs)) else capture.losses
+    losses = [loss for loss in capture.losses if loss[0].grad_fn in functions or id(loss[0]) in marked]
+    return losses if losses or any(map(_is_loss_candidate, outputs)) else capture.losses
 
 
 def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
@@ -95,9 +95,9 @@ def _find_output_to_train(returned: Any, capture: Capture) -> Tensor | None:
             ' poptorch.identity_loss(x, reduction="none")'
         )
     terms = sources_of(derived or [loss])
-    if others := [node for node in scalars if node not in terms]:
-        what = f"the scalar of {others[0].meta['where']}, which is"
-        if loss in sources_of(others[:1]):
+    if ignored := [node for node in scalars if node not in terms]:
+        what = f"the scalar of {ignored[0].meta['where']}, which is"
+        if loss in sources_of(ignored[:1]):
             what = "a scalar computed from it, whose other terms are"
         logger.warning(
             "forward returns the loss of %s, which is trained, and %s not trained\n"
@@ -130,7 +130,7 @@ def _named_output(returned: Any, name: str | int, where: str) -> Tensor:
     if not isinstance(value, Tensor) or not is_traced(value) or not value.is_floating_point():
         items = dict(enumerate(returned)) if isinstance(returned, tuple | list) else returned
         items = items if isinstance(items, Mapping) else {}
-        losses = [key for key, each in items.items() if isinstance(each, Tensor) and _is_loss_candidate(each)]
+        losses = [key for key, item in items.items() if isinstance(item, Tensor) and _is_loss_candidate(item)]
         size = f" of {len(items)}" if items else ""
         fix = " or ".join(f"loss={key!r}" for key in losses)
         raise CaptureError(

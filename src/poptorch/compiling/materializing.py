@@ -51,26 +51,26 @@ def fill_weights(model: nn.Module, holders: Mapping[str, int], process: int) -> 
     filled: dict[str, Tensor] = {}  # by canonical name; of another process's weights, on "meta"
 
     def fill(layer: nn.Module) -> None:
-        found = chain(layer._parameters.values(), layer._buffers.values())
-        own = {missing[id(x)]: x for x in found if x is not None and id(x) in missing}
+        values = chain(layer._parameters.values(), layer._buffers.values())
+        to_fill = {missing[id(x)]: x for x in values if x is not None and id(x) in missing}
         try:
-            for key, value in own.items():
+            for key, value in to_fill.items():
                 memory = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                 memory.view(-1).view(torch.uint8).fill_(255)  # NaN, -1
                 swap_memory(key, value, memory)
-            if own:
+            if to_fill:
                 init(layer)
-            if empty := [key for key, value in own.items() if _is_unset(value)]:
+            if empty := [key for key, value in to_fill.items() if _is_unset(value)]:
                 raise Error(
                     f"{', '.join(empty)} of the model, which is made on the meta device, have no values\n"
                     f"  why: {getattr(init, '__name__', init)} does not set them in {type(layer).__name__}\n"
                     "  fix: set them in the layer's reset_parameters(), or by poptorch.materialize(model, init)"
                 )
         except BaseException:
-            for key, value in own.items():
+            for key, value in to_fill.items():
                 swap_memory(key, value, value.detach().to("meta"))
             raise
-        for key, value in own.items():  # a tied weight keeps the values of its first layer
+        for key, value in to_fill.items():  # a tied weight keeps the values of its first layer
             memory = value.detach()
             is_elsewhere = holders.get(key, process) != process
             memory = filled.setdefault(key, memory.to("meta") if is_elsewhere else memory)

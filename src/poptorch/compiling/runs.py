@@ -64,8 +64,8 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
     rows, else only `whole`. `like`: inputs of the first plan, for the rows of a micro-batch without a
     DataLoader; None: then the call is complete."""
     call, counts = whole.call, whole.counts
-    found = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
-    rows = found.pop() if len(found) == 1 else 0
+    row_counts = {tensor.shape[0] for tensor in call.tensors if tensor.dim()}
+    rows = row_counts.pop() if len(row_counts) == 1 else 0
     size = _micro_batch_rows(call, rows, like) if rows else None
     if not size or rows >= size * counts.product:
         return [whole]
@@ -76,22 +76,22 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
     if steps:
         parts.append(((count - left) * size, replace(counts, iterations=steps), _WHOLE_STEP, None))
     if left and not rest and left % counts.groups == 0:
-        each = replace(counts, iterations=1, accumulation=left // counts.groups)
-        parts.append((left * size, each, _WHOLE_STEP, iteration))
+        part_counts = replace(counts, iterations=1, accumulation=left // counts.groups)
+        parts.append((left * size, part_counts, _WHOLE_STEP, iteration))
         left = 0
     # Too few micro-batches for all replicas: the first replica computes the rest of the step.
     alone = replace(counts, iterations=1, accumulation=1, replicas=1, groups=1)
     if left:
-        each = replace(alone, accumulation=left) if training else replace(alone, iterations=left)
-        parts.append((left * size, each, StepPart(ends_step=not (training and rest)), iteration))
+        part_counts = replace(alone, accumulation=left) if training else replace(alone, iterations=left)
+        parts.append((left * size, part_counts, StepPart(ends_step=not (training and rest)), iteration))
     if rest:
         part = StepPart(before=left, weight=rest / size) if training and left else _WHOLE_STEP
         parts.append((rest, alone, part, iteration))
     runs, start = [], 0
     for taken, own_counts, part, iteration in parts:
         inputs = (tensor[start : start + taken] if tensor.dim() else tensor for tensor in call.tensors)
-        own = {"counts": own_counts, "part": part, "iteration": iteration, "is_ragged": True}
-        runs.append(replace(whole, call=call.with_tensors(inputs), **own))
+        fields = {"counts": own_counts, "part": part, "iteration": iteration, "is_ragged": True}
+        runs.append(replace(whole, call=call.with_tensors(inputs), **fields))
         start += taken
     return runs
 
@@ -99,8 +99,8 @@ def split_into_runs(whole: Run, options: Options, training: bool, like: Compiled
 def _micro_batch_rows(call: BoundCall, rows: int, like: CompiledInputs | None) -> int | None:
     """Return the rows of a micro-batch: as the DataLoader says, else the common number of those of `like`."""
     for tensor in call.tensors:
-        known = loaded_batches.get(tensor)
-        if known is not None and (size := known.micro_batch_rows(rows)) is not None:
+        batch = loaded_batches.get(tensor)
+        if batch is not None and (size := batch.micro_batch_rows(rows)) is not None:
             return size
     if like is None:
         return None

@@ -32,11 +32,11 @@ class Handed:
 
 def arguments_by_id(call: BoundCall) -> dict[int, tuple[Any, frozenset[str]]]:
     """Return each argument or part of one that has no tensors, with its paths, by id."""
-    found: dict[int, tuple[Any, frozenset[str]]] = {}
+    arguments: dict[int, tuple[Any, frozenset[str]]] = {}
     for path, value in call.constants.items():
-        _, paths = found.get(id(value), (None, frozenset()))
-        found[id(value)] = value, paths | {path}
-    return found
+        _, paths = arguments.get(id(value), (None, frozenset()))
+        arguments[id(value)] = value, paths | {path}
+    return arguments
 
 
 def make_template(
@@ -71,11 +71,11 @@ def _clear_traced_tensors(part: Any, path: str, is_named: bool, where: str) -> N
     """Replace traced tensors in `part`, an object that is no container, by "meta" tensors, in place, and
     warn: no call fills them, but programs often do not read them (a language model's cache). Raises
     CaptureError if its key is no string (`is_named` is False), or it has no `__dict__`."""
-    found = fake_tensors_in(part, path)
-    if not found:
+    leftovers = fake_tensors_in(part, path)
+    if not leftovers:
         return
-    kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    what = f"{path}, a {kind}, holds tensors: {', '.join(leftover.path for leftover in found[:3])}"
+    type_name = f"{type(part).__module__}.{type(part).__qualname__}"
+    what = f"{path}, a {type_name}, holds tensors: {', '.join(leftover.path for leftover in leftovers[:3])}"
     fix = (
         "return tensors in tuples, lists, dictionaries or dataclasses, or make the type known with"
         " poptorch.registerCustomArgParser"
@@ -89,7 +89,7 @@ def _clear_traced_tensors(part: Any, path: str, is_named: bool, where: str) -> N
         )
     logger.warning("%s; they have no values outside of the compiled model\n  fix: %s", what, fix)
     with recording_paused():
-        for leftover in found:
+        for leftover in leftovers:
             leftover.put(torch.empty(leftover.value.shape, dtype=leftover.value.dtype, device="meta"))
 
 
@@ -105,7 +105,7 @@ class Template:
 
     def joined(self, other: "Template") -> "Template | None":
         """Return the template that yields what both yield, with other arguments; None if they differ."""
-        one, two = ((each.returned, each.notes, each.attributes) for each in (self, other))
+        one, two = ((template.returned, template.notes, template.attributes) for template in (self, other))
         joined = _join(one, two)
         if joined is _DIFFERENT:
             return None
@@ -160,19 +160,19 @@ def _join(one: Any, other: Any) -> Any:
     """Return the value that yields what both yield, in the form of `other`; _DIFFERENT if there is none."""
     if isinstance(one, Handed) and isinstance(other, Handed) and one.paths & other.paths:
         return Handed(other.value, one.paths & other.paths)
-    one, other = (each.value if isinstance(each, Handed) else each for each in (one, other))
+    one, other = (v.value if isinstance(v, Handed) else v for v in (one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_same = (one.is_meta and other.is_meta) or one.is_set_to(other)
         return other if is_same else _DIFFERENT
-    parts, others = parts_of(one), parts_of(other)
-    if parts is None or others is None:
+    parts, other_parts = parts_of(one), parts_of(other)
+    if parts is None or other_parts is None:
         return other if Constant(one) == Constant(other) else _DIFFERENT
-    if type(one) is not type(other) or _keys_in_order(one, parts) != _keys_in_order(other, others):
+    if type(one) is not type(other) or _keys_in_order(one, parts) != _keys_in_order(other, other_parts):
         return _DIFFERENT
-    joined = {key: _join(part, others[key]) for key, part in parts.items()}
+    joined = {key: _join(part, other_parts[key]) for key, part in parts.items()}
     if any(part is _DIFFERENT for part in joined.values()):
         return _DIFFERENT
-    is_other = all(part is others[key] for key, part in joined.items())
+    is_other = all(part is other_parts[key] for key, part in joined.items())
     return other if is_other else copy_with_parts(other, joined)
 
 

@@ -34,14 +34,14 @@ from ..ops.ctc import ctc_loss
 def replace_untraceable_functions() -> Iterator[None]:
     """In the body of a `with`, replace torch functions that can't be traced (`_REPLACEMENTS`), checks of
     torch.distributions, the reading of masks in nn.Transformer, and the momentum None of BatchNorm."""
-    kind: Any = BatchNorm
-    forward = kind.forward
-    kind.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)
+    cls: Any = BatchNorm
+    forward = cls.forward
+    cls.forward = lambda norm, input: _forward_of_batch_norm(forward, norm, input)
     try:
         with value_checks_off(_is_causal_mask), _ReplacementMode():
             yield
     finally:
-        kind.forward = forward
+        cls.forward = forward
 
 
 class _ReplacementMode(TorchFunctionMode):
@@ -102,8 +102,8 @@ def _format_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     if not is_traced(tensor.data):
         with DisableTorchFunction():
             return Tensor.__repr__(tensor)
-    kind = "Parameter containing: tensor" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    return f"{kind}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+    prefix = "Parameter containing: tensor" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    return f"{prefix}(<unavailable>, size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -137,14 +137,14 @@ def _refuse_numpy(*args: Any, **kwargs: Any) -> None:
 
 def _pack_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Return the steps of padded sequences, one after another, and the number of sequences in each."""
-    if (known := _value_of(lengths)) is None:
+    if (value := _value_of(lengths)) is None:
         raise CaptureError(
             f"{user_line()}: a sequence is packed by lengths that are only known in a call\n"
             "  why: the sizes of packed sequences depend on them, and a compiled model has fixed shapes\n"
             "  fix: compute on the padded sequences, with a mask; or use lengths that are constants of the model"
         )
     with recording_paused():
-        mask = torch.arange(int(known.max()))[:, None] < known
+        mask = torch.arange(int(value.max()))[:, None] < value
         sizes, (steps, sequences) = mask.sum(1), mask.nonzero().unbind(1)
     return (input[sequences, steps] if batch_first else input[steps, sequences]), sizes
 

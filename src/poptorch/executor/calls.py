@@ -47,12 +47,12 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def run_methods_outside_inference_mode(kind: type[T]) -> type[T]:
+def run_methods_outside_inference_mode(cls: type[T]) -> type[T]:
     """Replace `__call__` and public methods of a class by `outside_inference_mode` ones; return the class."""
-    for name, member in list(vars(kind).items()):
+    for name, member in list(vars(cls).items()):
         if isinstance(member, FunctionType) and (name == "__call__" or not name.startswith("_")):
-            setattr(kind, name, outside_inference_mode(member))
-    return kind
+            setattr(cls, name, outside_inference_mode(member))
+    return cls
 
 
 class Calls:
@@ -201,17 +201,17 @@ def join_results(
     times, returned, noted = list[list[Times]](), list[list[Tensor]](), list[list[Tensor]]()
     for _, plan, results in runs_and_results:
         count, inputs = executable.outputs, plan.synthetic
-        found = results.times(count)
+        run_times = results.times(count)
         if inputs is not None:  # is not measured
-            found = [[[]] * number for number in (len(inputs), len(inputs), count, count)]
-        times.append(found)
+            run_times = [[[]] * number for number in (len(inputs), len(inputs), count, count)]
+        times.append(run_times)
         returned.append(results.outputs(count))
         noted.append([*map(results.rows, plan.executable.note_anchors)])
     outputs = [*map(_join_values, zip(*returned, strict=True), repeat(mode))]
     anchored = {}
     for name, anchor in executable.anchors.items():
         # A weight, and the loss scaling, has one value in a step: that of the run which ends the step.
-        chosen = [each for each in runs_and_results if each[0].part.ends_step or anchor.is_output]
+        chosen = [entry for entry in runs_and_results if entry[0].part.ends_step or anchor.is_output]
         values = [results.anchor_values(plan.executable.anchors[name]) for _, plan, results in chosen]
         anchored[name] = _join_values(values, anchor.outputs)
     notes = [_join_values(values, "all") for values in zip(*noted, strict=True)]

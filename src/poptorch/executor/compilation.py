@@ -73,22 +73,22 @@ class Compilation:
         reporter = reporter or start_reporter(self, options, self.model.training, number)
         times = {} if reporter is None else reporter.passes
         with progress(options._show_progress_bar, times) as done:
-            others = plans.plans_of(run.key)
-            latest = others[-1].executable.recordings[0] if others else None
+            of_key = plans.plans_of(run.key)
+            latest = of_key[-1].executable.recordings[0] if of_key else None
             changes, paths = ("", set[str]()) if latest is None else latest.changes(run.call)
             with self.flags.as_compiled():
                 earlier = [plan.executable for plan in plans.loaded]
-                found = compile_model(model, run, options, settings, done, earlier=earlier)
-            self.flags.fix(found)
-            found.recordings[0].reads.drop(self._ignored)
-            for plan in others:
-                if plan.executable is found:
+                executable = compile_model(model, run, options, settings, done, earlier=earlier)
+            self.flags.fix(executable)
+            executable.recordings[0].reads.drop(self._ignored)
+            for plan in of_key:
+                if plan.executable is executable:
                     logger.info("recorded again, with an equal graph: %s", changes)
-                    self._note_equal_recording(paths if found.recordings[0].is_known else set())
+                    self._note_equal_recording(paths if executable.recordings[0].is_known else set())
                     plans.make_current(plan)
                     return plan
-            log_plan(found.plan, found.settings)
-            plan = LoadedPlan(found, reporter)
+            log_plan(executable.plan, executable.settings)
+            plan = LoadedPlan(executable, reporter)
             plans.add_plan(plan)
             try:
                 if before is not None:
@@ -102,7 +102,7 @@ class Compilation:
         self.count, self.seconds = number, sum(times.values())
         if before is not None:
             what = f"inputs {', '.join(str(list(tensor.shape)) for tensor in run.call.tensors)}"
-            if others:
+            if of_key:
                 what = changes
             elif run.key[0] == earlier[-1].key[0]:
                 what = "other parameters that are trained"
@@ -119,7 +119,7 @@ class Compilation:
                 "compared no more, since forward recorded the same three times: %s", listed(sorted(ignored))
             )
             self._ignored |= ignored
-            for recording in (each for plan in self.plans.loaded for each in plan.executable.recordings):
+            for recording in (r for plan in self.plans.loaded for r in plan.executable.recordings):
                 recording.reads.drop(ignored)
 
     def check_recording(self, plan: LoadedPlan, run: Run) -> None:
@@ -273,7 +273,7 @@ class ModelFlags:
             self._writing = {result.key.rpartition(".")[0] for result in results if result.kind == "buffer"}
         self._flags = _modes_of(self._model.user) | self._flags
         self._layers = {name: vars(layer) for name, layer in self._model.user.named_modules()}
-        self._children = [dict(own["_modules"]) for own in self._layers.values()]
+        self._children = [dict(attributes["_modules"]) for attributes in self._layers.values()]
 
     def present_parameters(self) -> tuple[list[Any], list[Any]]:
         """Return names and ids, and `requires_grad`, of the compiled layers' parameters; empty lists if layers were
@@ -281,9 +281,9 @@ class ModelFlags:
         layers = self._layers.values()
         if [*map(_CHILDREN, layers)] != self._children:
             return [], []
-        found = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, layers)))]  # some may be None
+        values = [*chain.from_iterable(map(dict.values, map(_PARAMETERS, layers)))]  # some may be None
         names = chain.from_iterable(map(_PARAMETERS, layers))
-        return [*names, *map(id, found)], [*map(getattr, found, repeat("requires_grad"), repeat(None))]
+        return [*names, *map(id, values)], [*map(getattr, values, repeat("requires_grad"), repeat(None))]
 
     # ---- changes after it --------------------------------------------------------------------------------
 
@@ -306,8 +306,8 @@ class ModelFlags:
     def _warn_of_modes(self) -> None:
         training = self._model.training
         changed = dict[bool, list[str]]()  # names of layers, by their present mode
-        for name, own in self._layers.items():
-            mode = own["training"]
+        for name, attributes in self._layers.items():
+            mode = attributes["training"]
             if mode not in (self._flags[name], self._compiled[name]) and (training or not mode):
                 changed.setdefault(mode, []).append(name)
         writing = [name or "the model" for name in changed.get(False, ()) if name in self._writing]
@@ -320,12 +320,12 @@ class ModelFlags:
             )
         for mode, names in changed.items():
             now, before = ("train", "eval") if mode else ("eval", "train")
-            more = "; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""
+            hint = "; wrap the model with poptorch.inferenceModel to evaluate it" if training else ""
             self._warn_once(
                 f"{'the model' if '' in names else listed(names)} is in {now}() mode now, and was compiled in"
                 f" {before}() mode",
                 "trains it in that mode" if training else "computes it in that mode",
-                f"set the mode before the first call, or call destroy() on the executor{more}",
+                f"set the mode before the first call, or call destroy() on the executor{hint}",
             )
 
     def _warn_once(self, change: str, effect: str, fix: str) -> None:

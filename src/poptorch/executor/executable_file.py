@@ -141,22 +141,22 @@ def read_file_for(filename: str, executor: Any) -> SavedExecutor:
         saved = read_file(filename)
     except AssertionError as error:
         raise Error(str(error)) from None
-    model, kind = executor._wrapped, type(executor._optimizer).__name__
-    kinds = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
+    model, name = executor._wrapped, type(executor._optimizer).__name__
+    calls = {True: "poptorch.trainingModel", False: "poptorch.inferenceModel"}
     if saved.training != model.training:
         raise Error(
-            f"Invalid file {filename}: it was saved from a {kinds[saved.training]}, this is a"
-            f" {kinds[model.training]}\n  fix: wrap the model with {kinds[saved.training]}, or poptorch.load(filename)"
+            f"Invalid file {filename}: it was saved from a {calls[saved.training]}, this is a"
+            f" {calls[model.training]}\n  fix: wrap the model with {calls[saved.training]}, or poptorch.load(filename)"
         )
-    if other := _other_weights(saved.shapes, model.shapes()):
+    if difference := _difference(saved.shapes, model.shapes()):
         raise Error(
-            f"Invalid file {filename}: it is of another model: {other}\n"
+            f"Invalid file {filename}: it is of another model: {difference}\n"
             "  fix: wrap the model that was saved, or compile this one"
         )
-    if saved.kind != kind:
+    if saved.kind != name:
         raise Error(
             f"Invalid file {filename}: it has the state of the optimizer {saved.kind}, and this model trains with"
-            f" {kind}\n  fix: setOptimizer(...) with one of class {saved.kind}, or poptorch.load(filename)"
+            f" {name}\n  fix: setOptimizer(...) with one of class {saved.kind}, or poptorch.load(filename)"
         )
     saved.state.pop("buffers", None)  # as its weights, those of the model stay
     return saved
@@ -172,11 +172,11 @@ def training_state(executor: Any) -> TrainingState:
     with state.commit.lock, torch.no_grad():
         state.commit.check_not_lost()
         state.move_to_host()  # the checkpoint can be read where there is no accelerator
-        found = executor._plans.export()
-        copied = tree_map_only(Tensor, Tensor.clone, {key: found[key] for key in ("weights", "buffers")})
-        copied["optimizer"] = copy.deepcopy(found["optimizer"])  # an own `step()` may keep any objects
+        exported = executor._plans.export()
+        copied = tree_map_only(Tensor, Tensor.clone, {key: exported[key] for key in ("weights", "buffers")})
+        copied["optimizer"] = copy.deepcopy(exported["optimizer"])  # an own `step()` may keep any objects
     return {
-        **found,
+        **exported,
         **copied,
         "rates": [
             {n: value for n, value in group.items() if n != "params" and isinstance(value, _PLAIN_TYPES)}
@@ -201,12 +201,12 @@ def set_training_state(executor: Any, state: TrainingState, copies: bool = True)
 
 def _check_state(executor: Any, state: TrainingState) -> None:
     """Raise Error if names or shapes of weights (not per-replica), or the number of groups, differ."""
-    own, here = executor.per_replica_params, executor._wrapped.shapes()
+    per_replica, here = executor.per_replica_params, executor._wrapped.shapes()
     saved = {**state["buffers"][0], **state["weights"]}
-    there = {name: list(value.shape) for name, value in saved.items() if name not in own}
-    if other := _other_weights(there, {name: here[name] for name in here.keys() - own.keys()}):
+    there = {name: list(value.shape) for name, value in saved.items() if name not in per_replica}
+    if difference := _difference(there, {name: here[name] for name in here.keys() - per_replica.keys()}):
         raise Error(
-            f"the checkpoint is of another model: {other}\n"
+            f"the checkpoint is of another model: {difference}\n"
             "  fix: build the model as in the run that saved the checkpoint"
         )
     if len(state["rates"]) != len(executor._optimizer.param_groups):
@@ -218,7 +218,7 @@ def _check_state(executor: Any, state: TrainingState) -> None:
         )
 
 
-def _other_weights(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> str:
+def _difference(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> str:
     """Return in words which weights have other names or shapes in a file than in a model; "" if none."""
     names = sorted(name for name in there.keys() | here.keys() if here.get(name) != there.get(name))
     shapes = ((name, there.get(name, "missing"), here.get(name, "missing")) for name in names[:5])

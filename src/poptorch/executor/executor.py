@@ -393,8 +393,8 @@ class PoplarExecutor:
                 "a compiled executor can't be pickled or copied\n"
                 "  fix: wrap a copy of its model, copy.deepcopy(executor.model); or save(filename) and poptorch.load"
             )
-        kind: Any = type(self)
-        make = functools.partial(kind, training=self._wrapped.training, optimizer=self._optimizer)
+        cls: Any = type(self)
+        make = functools.partial(cls, training=self._wrapped.training, optimizer=self._optimizer)
         return make, (self._user_model, self.options)
 
     @without_internal_frames

@@ -59,7 +59,7 @@ class OptimizerLink:
         self._parameters: dict[str, Tensor] = {}  # the optimizer's, by canonical name
         self._is_connected = False  # whether an engine updates the optimizer's state
         self._hooks: list[Any] = []  # of the optimizer
-        self._known: dict[str, set[str]] = {}  # as in `unexpected_names`
+        self._accepted: dict[str, set[str]] = {}  # as in `unexpected_names`
         self._warned: set[Any] = set()  # what a warning was logged of
 
     @property
@@ -90,7 +90,7 @@ class OptimizerLink:
             check_changes(before, now, with_rates=not is_loaded)
             now = now if is_loaded else replace(now, frozen=before.frozen, constants=before.constants)
         elif before is None or now.frozen.kind != before.frozen.kind:
-            self._known = {}
+            self._accepted = {}
         self._report_names(optimizer, now)
         optimizer._opt_called = True  # else schedulers warn: calls update weights without step()
         if optimizer is not self.optimizer:
@@ -122,7 +122,7 @@ class OptimizerLink:
     def _report_names(self, optimizer: Any, snapshot: Snapshot) -> None:
         """Warn once of each attribute or key that is new and unknown."""
         report = logger.debug if self._model.options._relax_optimizer_checks else logger.warning
-        for description, names in unexpected_names(optimizer, self._known):
+        for description, names in unexpected_names(optimizer, self._accepted):
             report("Ignoring unexpected %s in %s optimizer: %s", description, snapshot.frozen.kind, names)
 
     def follow_parameters(self) -> None:
@@ -131,8 +131,8 @@ class OptimizerLink:
         self._name_parameters()
         held = {*map(id, parameters_of(self.optimizer))}
         parameters = self._model.user.named_parameters()
-        others = [name for name, p in parameters if p.requires_grad and id(p) not in held]
-        if new := [name for name in others if name not in self._warned]:
+        not_held = [name for name, p in parameters if p.requires_grad and id(p) not in held]
+        if new := [name for name in not_held if name not in self._warned]:
             self._warned.update(new)
             logger.warning(
                 "the optimizer does not hold these parameters of the model, so they are not updated: %s\n"

@@ -54,7 +54,7 @@ class WrappedModel:
         names: dict[int, tuple[str, ...]] = {}
         for name, parameter in self.user.named_parameters(remove_duplicate=False):
             names[id(parameter)] = (*names.get(id(parameter), ()), name)
-        return tuple(found for found in names.values() if len(found) > 1)
+        return tuple(tied for tied in names.values() if len(tied) > 1)
 
     def updatable_buffers(self, are_needed: bool = False) -> None:
         """Raise Error if a name in `Options.updatableNamedBuffers` is not a buffer's, or if none `are_needed`."""
@@ -133,11 +133,11 @@ class ModelWithOwnModes:
 def with_own_modes(user: nn.Module, modes: Any) -> Any:
     """Return an object with the class and the attributes of a module, and with the modes of an executor
     (`ModelFlags`)."""
-    kind: Any = type(user)
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    bases = ModelWithOwnModes, kind
-    own_kind: Any = type(kind)
-    twin = object.__new__(own_kind(kind.__name__, bases, {**names, "_user": user, "_modes": modes}))
+    cls: Any = type(user)
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = ModelWithOwnModes, cls
+    metaclass: Any = type(cls)
+    twin = object.__new__(metaclass(cls.__name__, bases, {**names, "_user": user, "_modes": modes}))
     object.__setattr__(twin, "__dict__", vars(user))
     return twin
 
@@ -146,7 +146,7 @@ class HostForward:
     """A descriptor: `executor.forward` is the forward of the user's model. `PoplarExecutor.forward` raises
     AttributeError, since trainers read the signature of forward there."""
 
-    def __get__(self, executor: Any, kind: type) -> Any:
+    def __get__(self, executor: Any, cls: type) -> Any:
         if executor is not None:
             return executor.model.forward
         raise AttributeError(
@@ -239,26 +239,26 @@ class _SharedOut:
     def _named(self, module: nn.Module, prefix: str, keys: Container[str]) -> dict[str, Tensor]:
         """Return a module's own weights by their `keys` in a `state_dict()`, if a process of the replica holds one."""
         named = chain(module._parameters.items(), module._buffers.items())
-        own = {prefix + key: value for key, value in named if value is not None and prefix + key in keys}
-        holders = (mark.process for value in own.values() if (mark := mark_of(value)) is not None)
-        return own if any(process is not None for process in holders) else {}
+        weights = {prefix + key: value for key, value in named if value is not None and prefix + key in keys}
+        holders = (mark.process for value in weights.values() if (mark := mark_of(value)) is not None)
+        return weights if any(process is not None for process in holders) else {}
 
-    def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace a module's own weights in a `state_dict()` by copies, those of other processes by theirs."""
-        own, known = self._named(module, prefix, found), [plans for ref in self.executors if (plans := ref())]
-        plans = next((plans for plans in known if plans.engine is not None), None)
-        away = [key for key, value in own.items() if is_elsewhere(value)]
-        if plans is not None and plans.engine is not None and own:
-            if self._latest() is not found:
-                self._latest, self._copies = weakref.ref(found), weakref.WeakValueDictionary()
+        held, live = self._named(module, prefix, state), [plans for ref in self.executors if (plans := ref())]
+        plans = next((plans for plans in live if plans.engine is not None), None)
+        away = [key for key, value in held.items() if is_elsewhere(value)]
+        if plans is not None and plans.engine is not None and held:
+            if self._latest() is not state:
+                self._latest, self._copies = weakref.ref(state), weakref.WeakValueDictionary()
             names = {id(value): name for name, value in plans.state.find_weights().items()}
-            new = [names[id(own[key])] for key in away if id(own[key]) not in self._copies]
+            new = [names[id(held[key])] for key in away if id(held[key]) not in self._copies]
             weights = plans.state.read_elsewhere(new)["weights"]
-            for key, value in own.items():
+            for key, value in held.items():
                 copied = self._copies.get(id(value))
                 if copied is None:
                     copied = weights[names[id(value)]] if key in away else value.detach().clone()
-                found[key] = self._copies[id(value)] = copied
+                state[key] = self._copies[id(value)] = copied
         elif away:
             raise Error(
                 f"other processes hold {', '.join(away[:5])}, and no executor of the model is attached that could read"
@@ -332,11 +332,11 @@ def _method_of_model(executor: Any, name: str, method: Callable[..., Any]) -> Ca
     @without_internal_frames
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kind = _device_of_move(name, args, kwargs)
-        if kind not in (None, "cpu", "meta"):
+        device = _device_of_move(name, args, kwargs)
+        if device not in (None, "cpu", "meta"):
             raise Error(
-                f"the weights of an executor stay in the host's memory, and .{name}(...) moves them to {kind!r}\n"
-                f'  fix: options.device("{kind}") before wrapping chooses where the model runs; leave .{name} out'
+                f"the weights of an executor stay in the host's memory, and .{name}(...) moves them to {device!r}\n"
+                f'  fix: options.device("{device}") before wrapping chooses where the model runs; leave .{name} out'
             )
         result = method(*args, **kwargs)
         return executor if result is executor.model else result

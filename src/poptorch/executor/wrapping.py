@@ -166,10 +166,10 @@ def describe(
             options = None
     try:
         wrapped, (args, kwargs) = executor._wrapped, arguments_of(batch)
-        own = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
-        run = Run(bind(executor._compilation.signature, args, kwargs), own._counts())
-        settings = executor._compilation.settings_of(run, own)
-        compiled = compile_model(wrapped.user, run, own, settings, is_plan_only=True)
+        resolved = resolve_options(options, wrapped.training, wrapped.user) if options else wrapped.options
+        run = Run(bind(executor._compilation.signature, args, kwargs), resolved._counts())
+        settings = executor._compilation.settings_of(run, resolved)
+        compiled = compile_model(wrapped.user, run, resolved, settings, is_plan_only=True)
         return Overview(compiled.plan, compiled.settings, compiled.graph)
     finally:
         if temporary is not None:

@@ -21,23 +21,23 @@ OUTPUTS: tuple[Outputs, ...] = ("final", "every_n", "all", "sum")  # by OutputMo
 
 def resolve_options(options: Options, training: bool, model: nn.Module | None = None) -> Options:
     """Return a frozen copy of the options, in which the output mode and the model's strategy are resolved."""
-    own = options.clone()
-    if own.defaultOutputMode():
-        own.outputMode(OutputMode.Final if training else OutputMode.All)
+    resolved = options.clone()
+    if resolved.defaultOutputMode():
+        resolved.outputMode(OutputMode.Final if training else OutputMode.All)
     if model is not None:
-        own._execution_strategy = strategy_of_marks(model, own._execution_strategy)
-    accumulation = own.Training.gradient_accumulation
+        resolved._execution_strategy = strategy_of_marks(model, resolved._execution_strategy)
+    accumulation = resolved.Training.gradient_accumulation
     if not training and accumulation != 1:
-        pipelined = isinstance(own._execution_strategy, PipelinedExecution)
-        more = ", and raise deviceIterations instead to fill the pipeline" if pipelined else ""
+        pipelined = isinstance(resolved._execution_strategy, PipelinedExecution)
+        hint = ", and raise deviceIterations instead to fill the pipeline" if pipelined else ""
         raise Error(
             f"Options().Training.gradientAccumulation is {accumulation}: it must be 1, or left alone, for"
             " poptorch.inferenceModel()\n"
             "  why: inference has no gradients to accumulate\n"
-            f"  fix: use options without it{more}"
+            f"  fix: use options without it{hint}"
         )
-    own._freeze()
-    return own
+    resolved._freeze()
+    return resolved
 
 
 def engine_settings(
@@ -132,8 +132,8 @@ def _has_list(options: Options) -> bool:
     return options.exists("device_kind") and isinstance(options.device_kind, list)
 
 
-def _option_or_variable(options: Options, option: str, variable: str, known: tuple[str, ...]) -> Any:
-    """Return the value of `option` if it is set, else of the environment `variable`, else `known[0]`."""
-    name = options(option) if options.exists(option) else os.environ.get(variable, known[0])
-    fix = f"{variable}={' or '.join(known)}"
-    return checked(f"the environment variable {variable}", name, known, Error, fix=fix)
+def _option_or_variable(options: Options, option: str, variable: str, choices: tuple[str, ...]) -> Any:
+    """Return the value of `option` if it is set, else of the environment `variable`, else `choices[0]`."""
+    name = options(option) if options.exists(option) else os.environ.get(variable, choices[0])
+    fix = f"{variable}={' or '.join(choices)}"
+    return checked(f"the environment variable {variable}", name, choices, Error, fix=fix)

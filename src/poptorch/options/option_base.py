@@ -165,9 +165,9 @@ class OptionsDict:
 
     def _fix_of_keywords(self, values: dict[str, Any]) -> str:
         """Return the setters that are meant by keywords of a call, such as `Options(deviceIterations=4)`."""
-        known = {name: text for name, text in names_of_groups().items() if "_" not in name}  # setters
-        calls = [f"{known[name]}({value!r})" for name, value in values.items() if name in known]
-        meant = "".join(did_you_mean(name, known) for name in values.keys() - known.keys())
+        setters = {name: text for name, text in names_of_groups().items() if "_" not in name}
+        calls = [f"{setters[name]}({value!r})" for name, value in values.items() if name in setters]
+        meant = "".join(did_you_mean(name, setters) for name in values.keys() - setters.keys())
         fix = "; ".join(["options = poptorch.Options()", *calls])
         return f"options are set by methods{meant}\n  fix: {fix}"
 
@@ -177,8 +177,8 @@ class OptionsDict:
 
     def _meant(self, name: str) -> str:
         """Return which option or setter, also of another part of the options, `did_you_mean`."""
-        known = {**names_of_groups(), **{name: name for name in _public_names(self)}}
-        return did_you_mean(name, known, shown=known)
+        expressions = {**names_of_groups(), **{name: name for name in _public_names(self)}}
+        return did_you_mean(name, expressions, shown=expressions)
 
     def _check_exists(self, name: str, value: str = "value") -> None:
         if hasattr(type(self), name) and not self.exists(name):
@@ -208,13 +208,13 @@ def _public_names(thing: Any) -> list[str]:
     return [name for name in (*dir(thing), *vars(thing)) if not name.startswith("_")]
 
 
-def names_of_groups(kind: type[OptionsDict] = OptionsDict) -> dict[str, str]:
-    """Return, by name, the expression for each setter and value of the subclasses of `kind`."""
-    found = {}
-    for group in kind.__subclasses__():
-        found |= names_of_groups(group)
-        found |= {name: f"{group._path}.{name}" for name in _public_names(group)}
-    return found
+def names_of_groups(cls: type[OptionsDict] = OptionsDict) -> dict[str, str]:
+    """Return, by name, the expression for each setter and value of the subclasses of `cls`."""
+    expressions = {}
+    for group in cls.__subclasses__():
+        expressions |= names_of_groups(group)
+        expressions |= {name: f"{group._path}.{name}" for name in _public_names(group)}
+    return expressions
 
 
 def merge_disjoint(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -339,8 +339,8 @@ class ReportingOptions(OptionsDict):
         engine = {**_engine_options_of_environment(), **self._popart("engineOptions")}
         if str(engine.get("autoReport.all", "")).lower() != "true":
             return None
-        kind = "training" if training else "inference"
-        name = self.model_name if self.exists("model_name") else kind
+        mode = "training" if training else "inference"
+        name = self.model_name if self.exists("model_name") else mode
         return Path(engine.get("autoReport.directory", ".")) / name
 
     def disableModuleNamescope(self) -> Self:
@@ -355,8 +355,8 @@ class ReportingOptions(OptionsDict):
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
         """Has no effect; kept for compatibility: see `sourceLocationExcludes`, to whose fragments it adds."""
-        found = [checked("appendToLocationExcludes", fragment, str) for fragment in excludes]
-        self._source_location_excludes = [*self._source_location_excludes, *found]
+        fragments = [checked("appendToLocationExcludes", fragment, str) for fragment in excludes]
+        self._source_location_excludes = [*self._source_location_excludes, *fragments]
         return self
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
@@ -369,7 +369,7 @@ def _engine_options_of_environment() -> dict[str, Any]:
     """Return POPLAR_ENGINE_OPTIONS as a dictionary; {} with a warning if it is no JSON object."""
     text = os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"
     with contextlib.suppress(json.JSONDecodeError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(options := json.loads(text), dict):
+            return options
     logger.warning("POPLAR_ENGINE_OPTIONS is ignored, since it is no JSON object: %s", text)
     return {}

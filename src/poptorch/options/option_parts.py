@@ -381,5 +381,5 @@ class Popart(OptionsDict):
 
 
 def _has_no_effect(name: str) -> bool:
-    known = _NO_EFFECT.split()
-    return name in known or name.startswith(tuple(prefix for prefix in known if prefix.endswith(".")))
+    names = _NO_EFFECT.split()
+    return name in names or name.startswith(tuple(prefix for prefix in names if prefix.endswith(".")))

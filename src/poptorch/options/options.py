@@ -176,8 +176,8 @@ class ConfigFileError(Exception):
 
 def _as_enum_member(value: Any) -> Any:
     """Return the member that a string such as "OutputMode.All" names; return any other value unchanged."""
-    kind, dot, member = value.partition(".") if isinstance(value, str) else ("", "", "")
-    return member_by_name(getattr(enums, kind), member) if dot and kind in enums.__all__ else value
+    name, dot, member = value.partition(".") if isinstance(value, str) else ("", "", "")
+    return member_by_name(getattr(enums, name), member) if dot and name in enums.__all__ else value
 
 
 def _run_options_line(options: Any, source: str) -> None:
