@@ -18,6 +18,7 @@ import popdist
 import poptorch
 from popdist import collectives
 from popengine.torch_private import tree_map_only
+from poptorch.checks import checked
 from poptorch.data.loader import LoadedBatch, loaded_batches, record_loaded
 from poptorch.data.rows import row_count_of
 from poptorch.logs import logger
@@ -81,7 +82,8 @@ class StrategyPart:
         self.device_iterations = device_iterations
         self.autoreport, self.autoreport_dir = autoreport or autoreport_dir is not None, autoreport_dir
         self._given_opts = {"training_opts": training_opts, "inference_opts": inference_opts}
-        vars(self).update({name: given for name, given in self._given_opts.items() if given is not None})
+        given = {name: opts for name, opts in self._given_opts.items() if opts is not None}
+        vars(self).update({x: checked(f"IPUStrategy: {x}", y, poptorch.Options) for x, y in given.items()})
         self.poptorch_models: dict[Any, poptorch.PoplarExecutor] = {}
         self._undo = ExitStack()
         self.updates = 0  # training steps of a batch, less the optimizer's steps

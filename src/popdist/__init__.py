@@ -15,6 +15,7 @@ from types import FunctionType as _FunctionType
 from typing import Any
 
 from popengine import environment as _environment
+from popengine.errors import did_you_mean as _did_you_mean
 from popengine.errors import without_internal_frames as _without_internal_frames
 
 _read_launch = _environment.read_launch
@@ -147,8 +148,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"popdist.{name}")
     if name in ("Checkpoint", "resumable"):
         return getattr(importlib.import_module("popdist.checkpoint"), name)
-    words = f"module 'popdist' has no attribute {name!r}"
-    raise AttributeError(words, name=name, obj=importlib.import_module(__name__))
+    places = {"Options": "popdist.poptorch.Options", "all_reduce": "popdist.collectives.all_reduce"}
+    meant = _did_you_mean(name, [*__dir__(), *places], shown=places)
+    raise AttributeError(f"module 'popdist' has no attribute {name!r}{meant}")
 
 
 def __dir__() -> list[str]:

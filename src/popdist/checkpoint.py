@@ -138,7 +138,8 @@ class Checkpoint:
         """
         if self._model is None:
             raise poptorch.Error(
-                "popdist.Checkpoint doesn't know what to save\n  fix: call restore(model, loader) before the first call"
+                "popdist.Checkpoint doesn't know what to save\n"
+                "  fix: checkpoint.restore(trainer, loader) before the first call"
             )
         self.wait()
         state, self._saved_call = self._copy_state(), self.calls

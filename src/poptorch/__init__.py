@@ -24,6 +24,7 @@ from typing import Any as _Any
 
 import torch as _torch
 
+from popengine.errors import did_you_mean as _did_you_mean
 from popengine.errors import without_internal_frames as _without_internal_frames
 from popengine.torch_private import OpNamespace as _OpNamespace
 
@@ -51,8 +52,8 @@ _WHERE, __all__ = _read_stub()
 @_without_internal_frames
 def __getattr__(name: str) -> _Any:
     if name not in _WHERE:
-        module = _importlib.import_module(__name__)
-        raise AttributeError(f"module 'poptorch' has no attribute {name!r}", name=name, obj=module)
+        meant = _did_you_mean(name, [*__all__, "Checkpoint"], shown={"Checkpoint": "popdist.Checkpoint"})
+        raise AttributeError(f"module 'poptorch' has no attribute {name!r}{meant}")
     place, inner = _WHERE[name]
     module = _importlib.import_module(place, __name__)
     value = module if inner is None else getattr(module, inner)

@@ -350,7 +350,7 @@ MISTAKES = {  # of the first hour: the end of the message
     "poptorch.Stage('first', ipu=0)": '"layer0").ipu(0), poptorch.Stage("layer1").ipu(1)]',
     "infer(MODEL).compil()": "has no attribute 'compil', and its executor has none; did you mean 'compile'?",
     "popdist.resumable([], popdist.Checkpoint('x'), None)": 'popdist.Checkpoint("checkpoints"), trainer, epochs=3):',
-    "infer(MODEL).plan": "fix: call it, or model.compile(*inputs)",
+    "infer(MODEL).plan": "fix: call the executor, as trainer(*batch), or trainer.compile(*batch)",
     "poptorch.PipelinedExecution([poptorch.Stage('a')])": "fix: PipelinedExecution(*stages), in place of a list",
     "poptorch.trainingModel(MODEL, None, torch.optim.lr_scheduler.StepLR(adam(MODEL), 1))": "after scheduler.step()",
     "infer(MODEL.eval)": "fix: parentheses: poptorch.inferenceModel(model.eval())",

@@ -321,5 +321,5 @@ def test_wrong_folders_and_numbers_and_a_save_before_restore_are_refused(tmp_pat
     for name, least in ("every", 0), ("keep", 1):
         with pytest.raises(ValueError, match=f"popdist.Checkpoint: {name} takes an int from {least}; found"):
             popdist.Checkpoint(tmp_path, **{name: least - 1})
-    with pytest.raises(poptorch.Error, match=r"call restore\(model, loader\) before the first call"):
+    with pytest.raises(poptorch.Error, match=r"checkpoint.restore\(trainer, loader\) before the first call"):
         popdist.Checkpoint(tmp_path).save()

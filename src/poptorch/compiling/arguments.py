@@ -122,7 +122,8 @@ class BoundCall:
         for name, value in self.bound.arguments.items():
             default = self.bound.signature.parameters[name].default
             parts = constants_of(value, name)
-            words += [f"{path}: {type(part).__name__}" for part, path, _ in parts if part is not default]
+            parts = [(part, path) for part, path, _ in parts if part is not default or part is None]
+            words += [f"{path}: {'None' if part is None else type(part).__name__}" for part, path in parts]
         rows = {path: len(s) for path, s in zip(self.named_tensors, samples, strict=True) if s.dim()}
         # Lightning's index of the batch has one row.
         if len({*rows.values()} - {1}) > 1 and not self.rearranged:

@@ -131,7 +131,7 @@ def _of_known_value(read: Callable[..., Any], without: Callable[..., Any]) -> Ca
 def _refuse_numpy(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
         f"{user_line()}: the forward takes a tensor's values to numpy, and it has none while the model is compiled\n"
-        "  fix: compute with torch, or run this part on the host: poptorch.CPU(function, name)"
+        "  fix: compute with torch, such as torch.tanh; in inference poptorch.CPU(function, name) runs it on the host"
     )
 
 

@@ -302,7 +302,7 @@ class PoplarExecutor:
             raise Error("compilationTime() needs options.showCompilationProgressBar(True)")
         if self._compilation.seconds is None:
             raise Error(
-                "compile the model before obtaining compilation time: call it, or model.compile(*inputs)"
+                "compile the model before obtaining compilation time: trainer(*batch), or trainer.compile(*batch)"
             )
         return timedelta(seconds=self._compilation.seconds)
 
@@ -310,7 +310,7 @@ class PoplarExecutor:
         """Return all names that `Options.anchorTensor` accepts. Raises: AssertionError, before compilation"""
         if not self.isCompiled():
             raise AssertionError(
-                "getTensorNames() needs a compiled model: call it, or model.compile(*inputs)"
+                "getTensorNames() needs a compiled model: trainer(*batch), or trainer.compile(*batch)"
             )
         return list(self._executable.anchor_names)
 

@@ -64,7 +64,8 @@ class LoadedPlans:
         """Return the executable of the current plan. Raises Error before compilation."""
         if self.executable is None:
             raise Error(
-                "Model has not been compiled or has been destroyed.\n  fix: call it, or model.compile(*inputs)"
+                "Model has not been compiled or has been destroyed.\n"
+                "  fix: call the executor, as trainer(*batch), or trainer.compile(*batch)"
             )
         return self.executable
 

@@ -38,6 +38,8 @@ def _check_step(optimizer: Any) -> None:
             given, fix = "a class", fix.replace("torch.optim.SGD", optimizer.__name__)
         elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
             fix = "trainer.setOptimizer(optimizer), after scheduler.step()"
+        elif isinstance(optimizer, float):
+            fix = f"optimizer.param_groups[0]['lr'] = {optimizer}; trainer.setOptimizer(optimizer)"
         raise AssertionError(
             f"Unsupported optimizer type. Types supported: {supported_optimizers()}, and others that are derived from"
             f" torch.optim.Optimizer; this one is {given}\n"
