@@ -84,7 +84,11 @@ class LocalJob:
             if self.status["launcherStatus"] == "Completed":
                 return 0
             print(f"ipujob: {self.job.name}: {self.status['lastMessage']}", file=sys.stderr)
-            return pods.exit_code(pods.failed_pods(self.job, owned)[0]) or 1
+            code = pods.exit_code(pods.failed_pods(self.job, owned)[0]) or 1
+            if code in (2, 126, 127):  # of Python without the program's file, and of `env` and shells
+                ways = "--command TEXT runs another program, --env NAME=VALUE sets a variable, --keep keeps the logs"
+                print(f"  fix: if a file is missing here: {ways}", file=sys.stderr)
+            return code
         gone = [self.workers.pop(pod["metadata"]["name"]) for pod in decision.delete]
         self._end_workers(gone)
         now = time.monotonic()

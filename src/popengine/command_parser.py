@@ -3,10 +3,13 @@
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .errors import did_you_mean
+
+_MEANT = {"list": "status", "create": "submit", "apply": "submit"}  # commands, by those of other programs
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -21,7 +24,10 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
-        self._given = shlex.join(args or ())
+        args = sys.argv[1:] if args is None else args
+        self._given, first = shlex.join(args), "".join(args[:1]).partition("=")[0]
+        if self._subparsers and first.startswith("-") and first not in self._option_string_actions:
+            self.exit_for_unknown_option(first)
         parsed, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
             self.exit_for_unknown_option(unknown[0].partition("=")[0])
@@ -30,10 +36,15 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
     def exit_for_unknown_option(self, name: str) -> NoReturn:
-        near = did_you_mean(name, self._option_string_actions)
+        near = self._replaced(name, did_you_mean(name, self._option_string_actions))
+        if name == "-f" and any(action.metavar == "FILE" for action in self._get_positional_actions()):
+            near = f"\n  fix: {self.prog} {self._given.replace('-f ', '', 1)}"
+        self.error(f"unknown option {name}{near}")
+
+    def _replaced(self, word: str, near: str) -> str:
+        """Return `near`, from `did_you_mean`, and the fix: the given words with the word that was meant."""
         _, *meant = near.split("'")
-        fix = f"\n  fix: {self.prog} {self._given.replace(name, meant[0], 1)}" if meant else ""
-        self.error(f"unknown option {name}{near}{fix}")
+        return f"{near}\n  fix: {self.prog} {self._given.replace(word, meant[0], 1)}" if meant else near
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.type is int and not re.fullmatch(r"[+-]?\d+", arg_string):
@@ -46,11 +57,15 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             words = [str(choice) for choice in action.choices]
             name = action.metavar if isinstance(action.metavar, str) else "/".join(action.option_strings)
-            meant = did_you_mean(str(value), words)
-            raise argparse.ArgumentError(None, f"unknown {name} {value!r}; known: {', '.join(words)}{meant}")
+            others = {word: meant for word, meant in _MEANT.items() if meant in words}
+            near = did_you_mean(str(value), [*words, *others, "--help"], shown=others)
+            near = self._replaced(str(value), near)
+            raise argparse.ArgumentError(None, f"unknown {name} {value!r}; known: {', '.join(words)}{near}")
 
     def error(self, message: str) -> NoReturn:
         given, missing = self._given, message.partition("arguments are required: ")[2].replace(",", "")
+        if missing == "COMMAND":
+            message += f", one of {', '.join(self._get_positional_actions()[0].choices or ())}"
         words = "--help" if missing in ("", "COMMAND") else f"{given} {missing}".strip()
         fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} {words}"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

@@ -1,6 +1,7 @@
 """The program `poprun`."""
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from popengine.environment import NUM_NODES
 
 from . import guard, hosts
 from .command_line import CommandLine, parse
+from .instance import print_start_error
 from .shared_folder import record_path
 from .topology import local_instance_count, node_from_variables, topology_table
 
@@ -47,6 +49,11 @@ def main(words: Sequence[str] | None = None) -> int:
             )
     if starts_hosts:
         return guard.run_guarded(lambda: hosts.run_on_hosts(request, words, node.patience))
+
+    path = dict(request.variables).get("PATH")
+    # If there are several nodes, an instance says so: the other nodes learn of its failure.
+    if node.count == 1 and shutil.which(request.program[0], os.F_OK, path) is None:
+        return print_start_error(request.program, "No such file or directory")
 
     def run_agent() -> int:
         if request.is_elastic or node.count > 1:  # else no process uses a TCPStore

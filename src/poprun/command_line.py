@@ -186,6 +186,8 @@ class _Parser(CommandParser):
                 break
             name, equals, value = word.partition("=")
             action = self._find_option(name, [value, *rest]) if not re.fullmatch(r"-v+", word) else None
+            if action and action.nargs == 0 and equals:
+                self.error(f"{name} takes no value\n  fix: {name}; or -vv, which prints all")
             if action is None or action.nargs == 0:  # the option takes no value
                 arguments.append(word)
             elif action.type is _parse_yes_or_no and not equals:
@@ -230,6 +232,8 @@ class _Parser(CommandParser):
         if name in ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"):  # of mpirun and torchrun
             count = next(filter(str.isdigit, following), "N")
             self.error(f"unknown option {name}\n  fix: --num-instances {count} --num-replicas {count}")
+        if name == "-m":  # of Python
+            self.error(f"unknown option -m\n  fix: poprun {self._given.replace('-m', 'python3 -m', 1)}")
         if meant:
             self.error(f"{name} is ambiguous: {', '.join(meant)}")
         self.exit_for_unknown_option(name)
@@ -256,7 +260,8 @@ class _Parser(CommandParser):
         smallest, *largest = map(int, text.split(":"))
         for name, value in {**vars(options), "num_instances": smallest}.items():
             if isinstance(value, int) and value < (least := _LEAST.get(name, 0)):
-                self.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+                option = f"--{name.replace('_', '-')}"
+                self.error(f"{option} must be at least {least}, got {value}\n  fix: {option} {least}")
         fewest, most = (smallest, *largest) if largest else (0, smallest)
         if fewest > most:
             self.error(
@@ -281,7 +286,8 @@ class _Parser(CommandParser):
         for name in ("only_output_from_instance", "only_stdout_from_instance"):
             chosen = getattr(options, name)
             if chosen is not None and chosen >= most:
-                self.error(f"--{name.replace('_', '-')} {chosen}: the instances are 0 to {most - 1}")
+                option, last = f"--{name.replace('_', '-')}", most - 1
+                self.error(f"{option} {chosen}: the instances are 0 to {last}\n  fix: {option} {last}")
         return possible[0] if fewest else 0, possible[-1]
 
     def parse_mpi_options(self, texts: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -24,13 +24,18 @@ def main() -> None:
     try:
         os.execvp(program[0], program)
     except OSError as error:
-        fix = "name a program that is on PATH, such as: poprun --num-replicas 2 --num-instances 2 python3 train.py"
-        if " " in program[0]:
-            fix = f"without quotes: poprun ... {program[0]}"
-        elif program[0].endswith(".py"):
-            fix = f"a file of Python is run by Python: poprun ... python3 {' '.join(program)}"
-        print(f"poprun: {program[0]} can't be started: {error.strerror}\n  fix: {fix}", file=sys.stderr)
-        sys.exit(127)
+        sys.exit(print_start_error(program, error.strerror))
+
+
+def print_start_error(program, cause) -> int:
+    """Print why a program can't be started, and the fix; return the exit code 127."""
+    fix = "name a program on PATH, such as: poprun --num-replicas 2 --num-instances 2 python3 train.py"
+    if " " in program[0]:
+        fix = f"without quotes: poprun ... {program[0]}"
+    elif program[0].endswith(".py"):
+        fix = f"a file of Python is run by Python: poprun ... python3 {' '.join(program)}"
+    print(f"poprun: {program[0]} can't be started: {cause}\n  fix: {fix}", file=sys.stderr)
+    return 127
 
 
 if __name__ == "__main__":

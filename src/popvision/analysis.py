@@ -167,14 +167,14 @@ def _sums_by(profile: Profile, by: str) -> list[dict[str, Any]]:
 
 def _module_tree(profile: Profile) -> list[dict[str, Any]]:
     """Return a dictionary of sums for each module of the model, with all that it contains: "path" (as `named_modules`
-    has it; "": the model), "ns" by phase of a step's micro-batches, and "bytes" that its results hold until a
-    backward or another ipu has read them, of one micro-batch. A module stands before those that it contains."""
+    has it; "": the model; "?": not known), "ns" by phase of a step's micro-batches, and "bytes" that its results hold
+    until a backward or another ipu has read them, of one micro-batch. A module stands before those that it contains."""
     held = {tensor.name: tensor.bytes for tensor in profile.tensors if tensor.kind == "activation"}
     rows: dict[str, dict[str, Any]] = {}
     for operation in profile.operations:
         phase, names = profile.tasks[operation.task].phase, operation.module.split(".")
         paths = [".".join(names[:depth]) for depth in range(1, len(names) + 1)]
-        for path in dict.fromkeys(["", *(path for path in paths if path not in ("", "?"))]):
+        for path in dict.fromkeys(["", *paths]):
             row = rows.setdefault(path, {"path": path, "ns": defaultdict(int), "bytes": 0})
             row["ns"][phase] += operation.ns
             row["bytes"] += held.get(operation.name, 0)
@@ -203,6 +203,8 @@ def compare_figures(a: Figures, b: Figures) -> list[Row]:
     for name in {**runs[0], **runs[1]}:
         (first, text), (second, _) = (run.get(name, (None, seconds_text)) for run in runs)
         spread, ratio, better = steady if text in (seconds_text, rate_text) else 0.0, None, ""
+        if first is None and second is None:
+            continue
         if first is not None and second is not None:
             ratio = second / first if first else None
             if abs(first - second) > max(0.01, spread) * max(abs(first), abs(second)) and name != OTHERS:

@@ -63,7 +63,8 @@ def _make_parser() -> argparse.ArgumentParser:
         parsers[name].set_defaults(run=run)
         here = {"nargs": None if name == "compare" else "?", "default": Path("report")}
         parsers[name].add_argument("report", type=Path, metavar="REPORT", help=_REPORT, **here)
-        parsers[name].add_argument("--no-browser", action="store_true", help="open no browser")
+        about = argparse.SUPPRESS if name == "summary" else "open no browser"
+        parsers[name].add_argument("--no-browser", action="store_true", help=about)
     parsers["compare"].add_argument("other", type=Path, metavar="OTHER", help="the other run's folder")
     for name, default in (("report", None), ("compare", Path("comparison.html"))):
         text = f"the page to write ({default or 'REPORT/report.html'})"

@@ -49,10 +49,10 @@ def find_profiles(path: Path) -> list[Path]:
     profiles.sort(key=lambda one: one.parent.name != "training")
     if not path.exists():
         near = did_you_mean(path.name, (inner.name for inner in path.parent.glob("*")))
-        raise ProfileError(
-            f"there is no file or folder {path}{near}\n  fix: the folder of options.enableProfiling(folder), which the"
-            " program writes at its end, or at trainer.detachFromDevice()"
-        )
+        fix = "the folder of options.enableProfiling(folder), written at the program's end or detachFromDevice()"
+        if reports := sorted({str(inner.parents[1]) for inner in Path().glob(f"*/*/{PROFILE}")}):
+            fix = f"popvision report FOLDER; profiled folders here: {', '.join(reports)}"
+        raise ProfileError(f"there is no file or folder {path}{near}\n  fix: {fix}")
     if not profiles:
         if reports := sorted({inner.parents[1] for inner in path.glob(f"*/*/{PROFILE}")}):
             names = "".join(f"\n  {inner}" for inner in reports)

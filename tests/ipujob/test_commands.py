@@ -27,3 +27,18 @@ def test_the_function_of_a_command_gets_all_its_flags(words, monkeypatch):
     assert all(part in text for word in words.split()[1:] if word[0] != "-" for part in word.split("="))
     without = {name for name, value in arguments.items() if value in (None, False, [])}
     assert without <= {"all_namespaces"}  # excludes --namespace
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("list", "ipujob status"),
+        ("create a.yaml", "ipujob submit a.yaml"),
+        ("help", "ipujob --help"),
+        ("check -f a.yaml", "ipujob check a.yaml"),
+    ],
+)
+def test_words_of_other_programs_lead_to_ours(words, fix, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().err.endswith(f"\n  fix: {fix}\n")

@@ -62,11 +62,10 @@ def test_the_tutorials_text_runs_as_it_stands(run, repository):
 
 
 def test_a_text_of_ones_own_takes_the_commands_place(run):
-    code, out, err = run(
-        (FILES / "poprun.yaml").read_text(), "--command", "echo $HOME; exit 3", "--name", "b"
-    )
-    assert code == 3 and out.endswith("/b-worker-0\n")
-    assert "1 of 1 instances failed: b-worker-0 exited with 3" in err
+    text = (FILES / "poprun.yaml").read_text()
+    code, out, err = run(text, "--command", "echo $HOME; python3 /opt/absent.py", "--name", "b")
+    assert code == 2 and "/b-worker-0\n" in out
+    assert "1 of 1 instances failed: b-worker-0 exited with 2\n  fix: if a file is missing here: " in err
 
 
 def test_what_would_be_fetched_says_how_to_give_it(run, repository):

@@ -53,8 +53,6 @@ def test_the_page_of_a_report_goes_where_output_says(report, tmp_path, capsys):
 
 def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
     monkeypatch.chdir(report)
-    assert main(["report", "--no-browser"]) == 1
-    assert "report" in capsys.readouterr().err
     monkeypatch.chdir(report.parent)
     assert main(["report", "--no-browser"]) == 0
     assert capsys.readouterr().out.strip() == f"{report.name}/report.html" == "report/report.html"
@@ -71,7 +69,8 @@ def test_report_alone_opens_the_folder_report(report, capsys, monkeypatch):
         (["report", "--no-browsr", "x"], "unknown option --no-browsr; did you mean '--no-browser'?"),
         (["compare"], "the following arguments are required: REPORT, OTHER"),
         (["compare", "report4"], "required: OTHER\n  fix: popvision compare report4 OTHER\n"),
-        ([], "required: COMMAND\n  fix: popvision --help"),
+        ([], "required: COMMAND, one of report, summary, compare\n  fix: popvision --help"),
+        (["--port", "3"], "unknown option --port\n  fix: popvision --help"),
     ],
 )
 def test_a_misspelt_word_is_an_error_that_names_the_word_meant(words, shown, capsys):
@@ -91,11 +90,14 @@ def test_a_reader_that_has_seen_enough_ends_the_program_quietly(report):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_folder_of_several_reports_lists_them(report, capsys):
+def test_a_folder_of_several_reports_lists_them(report, capsys, monkeypatch):
     assert main(["summary", str(report.parent)]) == 1
     assert f"{report.parent} has 1 report:\n  {report}\n  fix: name one of them" in capsys.readouterr().err
     assert main(["summary", str(report / "nosuch")]) == 1
     assert f"there is no file or folder {report / 'nosuch'}" in capsys.readouterr().err
+    monkeypatch.chdir(report.parent)
+    assert main(["summary", str(report / "nosuch")]) == 1
+    assert "popvision report FOLDER; profiled folders here: report\n" in capsys.readouterr().err
     assert main(["summary", str(report / "trainign")]) == 1
     assert "trainign; did you mean 'training'?" in capsys.readouterr().err
 
@@ -147,15 +149,12 @@ def test_what_differs_by_less_than_runs_do_is_no_difference(tmp_path):
         ns = sum(call.end - call.start for call in calls)
         return dataclasses.replace(profile, calls=tuple(calls), facts={**profile.facts, "ns_in_calls": ns})
 
-    def rows(first, second):
-        return compare_figures(Figures(first), Figures(second))
+    def compared(first, second):
+        rows = compare_figures(Figures(first), Figures(second))
+        assert "measured bubble" not in {row.name for row in rows}  # neither run has it
+        return next(row for row in rows if row.name == "a step on these cores, per row"), rows
 
-    def row(first, second):
-        return next(row for row in rows(first, second) if row.name == "a step on these cores, per row")
-
-    assert row(profile, slower).better == "first"
-    unsure = row(jittering(profile), jittering(slower))
+    assert compared(profile, slower)[0].better == "first"
+    unsure, rows = compared(jittering(profile), jittering(slower))
     assert unsure.better == "" and unsure.spread > 0.1
-    assert f"± {unsure.spread:.0%}" in comparison_text(
-        rows(jittering(profile), jittering(slower)), ("a", "b")
-    )
+    assert f"± {unsure.spread:.0%}" in comparison_text(rows, ("a", "b"))
