@@ -12,6 +12,7 @@ from .times import ideal_bubble, whole_steps
 from .units import share_text, size_text
 
 _IDLE = 0.25  # that cores wait is a note if they wait for at least this share of a step
+_OTHERS = 0.2  # that other programs use cores is a note if their share is larger
 
 
 def fact_sentences(figures: Figures) -> dict[str, str]:
@@ -35,7 +36,7 @@ def fact_sentences(figures: Figures) -> dict[str, str]:
 
 
 def _bubble_sentence(profile: Profile) -> str:
-    """Return the bubble of n equal stages and m micro-batches by its formula, and the change that makes it smaller."""
+    """Return the bubble of equal stages by its formula, and the change that makes it smaller."""
     stages, count = len(profile.devices), profile.facts.get("schedule_micro_batches", 0)
     if (share := ideal_bubble(profile)) is None or stages < 2:
         return ""
@@ -43,9 +44,11 @@ def _bubble_sentence(profile: Profile) -> str:
     if mode in BUILT_IN and not ORDERS[mode].overlaps:
         return f"{ideal} for any number of micro-batches, because the stages work one after another."
     if mode in BUILT_IN and math.isclose(share, (stages - 1) / (count + stages - 1)):
-        formula = f"(n - 1) / (m + n - 1) = {stages - 1} / {count + stages - 1}"
+        formula = f"{stages - 1} / {count + stages - 1} = {share_text(share)}"
         change = f"{2 * count + stages - 1} micro-batches instead of {count} make it {share_text(share / 2)}"
-        return f"{ideal} = {formula}; {change}."
+        larger = " and the batch of an update larger" * profile.training
+        count_text = counted(count, "micro-batch")
+        return f"Bubble of {stages} equal stages, {count_text}: {formula}; {change}{larger}."
     return f"{ideal}."
 
 
@@ -115,9 +118,11 @@ def _fault_sentences(figures: Figures) -> Iterator[str]:
 
 
 def _note_sentences(figures: Figures) -> Iterator[str]:
-    """Yield a sentence for each of these that applies: cores had too few tasks; the ipus wait for the host between
-    calls; the trace lacks steps or parts of them."""
-    profile, idle = figures.profile, figures.idle_here
+    """Yield a sentence for each of these that applies: other programs used cores; cores had too few tasks; the ipus
+    wait for the host between calls; the trace lacks steps or parts of them."""
+    profile, idle, others = figures.profile, figures.idle_here, figures.others_share or 0.0
+    if others > _OTHERS:
+        yield f"Other programs used {others:.0%} of the cores, so throughput is too low: run again."
     if idle is not None and idle >= _IDLE and len(figures.usages) > 1:
         yield (
             f"These {len(figures.usages)} cores waited for {idle:.0%} of a step: too few tasks can run at once."

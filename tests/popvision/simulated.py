@@ -75,11 +75,8 @@ def simulated(
         facts={
             **{"mode": order, "calls": steps, "failed_calls": 0, "steps": steps, "step_tasks": len(shared)},
             **{"schedule_length": max(when.values()) + 1, "schedule_actions": len(when)},
-            **{
-                "schedule_micro_batches": micro_batches,
-                "ns_in_calls": steps * length,
-                "detailed_step": [0, 0],
-            },
+            **{"schedule_micro_batches": micro_batches, "ns_in_calls": steps * length},
+            "detailed_step": [0, 0],
             **{"cores": 64, "threads": cores, "versions": {"torch": "2"}, "made": "today"},
             "capacity": 1 << 30,
         },

@@ -128,9 +128,8 @@ def test_blocks_and_operations_add_up_to_their_stages_on_a_busy_machine():
         of_stage = [4 * stage.phases[phase] for stage in found.stages]
         assert [sums["A", phase] + sums["B", phase], sums["C", phase]] == pytest.approx(of_stage)
         assert sums["B", phase] == pytest.approx(3 * sums["A", phase])
-    (row,) = [
-        row for row in compare_figures(found, Figures(profile)) if row.name == "block C, forward, per row"
-    ]
+    rows = compare_figures(found, Figures(profile))
+    (row,) = [row for row in rows if row.name == "block C, forward, per row"]
     assert row.first == row.second == "500 µs"  # two rows in a micro-batch
 
 
@@ -140,16 +139,16 @@ def test_a_figure_says_how_busy_the_machine_was():
     runs = [run._replace(computed=(run.end - run.start) // 4) for run in profile.runs]
     busy = replace(profile, runs=tuple(runs))
     assert Figures(busy).others_share == 0.75
-    assert "  cores used by other programs            75.0%\n" in summary(busy)
+    assert "  cores used by other programs            75.0%\n" in (text := summary(busy))
+    assert "! Other programs used 75% of the cores, so throughput is too low: run again." in text
 
 
 def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
     profile = simulated(2, 8, steps=3)
 
-    def cut_after(runs):
-        return replace(
-            profile, runs=tuple(run for step in range(3) for run in profile.runs[32 * step :][:runs])
-        )
+    def cut_after(count):
+        runs = [run for step in range(3) for run in profile.runs[32 * step :][:count]]
+        return replace(profile, runs=tuple(runs))
 
     cut = cut_after(9)
     found = Figures(cut)
@@ -196,24 +195,19 @@ def test_memory_that_replicas_share_is_needed_by_each_of_them():
 
 def test_a_schedule_that_only_the_program_knows_is_simulated_from_the_profile():
     known = simulated(3, 6, cost=lambda phase, stage: (1 + stage) * MS)
-    unknown = Figures(replace(known, facts={**known.facts, "mode": "mine"}))
-    assert (unknown.step_apart, unknown.bubble_apart) == (
-        Figures(known).step_apart,
-        Figures(known).bubble_apart,
-    )
-    assert unknown.devices.runs == Figures(known).devices.runs
-    assert "make it" in fact_sentences(Figures(known))["bubble"]
-    assert (
-        fact_sentences(unknown)["bubble"] == "With equal stages the bubble is 25.0%."
-    )  # its formula is not known
+    unknown, known = Figures(replace(known, facts={**known.facts, "mode": "mine"})), Figures(known)
+    assert unknown.devices.runs == known.devices.runs
+    assert (unknown.step_apart, unknown.bubble_apart) == (known.step_apart, known.bubble_apart)
+    assert "make it" in fact_sentences(known)["bubble"]
+    # Its formula is not known.
+    assert fact_sentences(unknown)["bubble"] == "With equal stages the bubble is 25.0%."
 
 
 def test_runs_of_other_batch_sizes_compare_by_the_time_of_a_row():
     small, large = Figures(simulated(2, 4, gap=MS)), Figures(simulated(2, 16, gap=MS))
     rows = {row.name: row for row in compare_figures(small, large)}
-    assert (
-        rows["a step on these cores, per row"].better == ""
-    )  # one core runs both, and a micro-batch costs as much
+    # One core runs both, and a micro-batch costs as much.
+    assert rows["a step on these cores, per row"].better == ""
     assert rows["a step on separate devices, per row"].better == "second"  # a smaller bubble
     assert rows["a step on separate devices, per row"].ratio == pytest.approx((17 / 16) / (5 / 4))
 
@@ -259,12 +253,7 @@ def test_work_of_another_plan_between_calls_is_not_time_of_the_program(kind):
 
 def test_a_profile_without_calls_has_no_figures_and_no_fault():
     found = Figures(Profile("training", True))
-    assert (found.calls, found.samples_per_second, found.bubble_apart, found.slowest) == (
-        0,
-        None,
-        None,
-        None,
-    )
+    assert [found.calls, found.samples_per_second, found.bubble_apart, found.slowest] == [0, *3 * [None]]
 
 
 def test_a_step_that_failed_half_way_is_left_out():

@@ -78,13 +78,13 @@ def test_the_headline_shows_the_figures(chromium, report):
     text = chromium.value("document.getElementById('main').innerText")
     slowest = "A, B, 6 ms a micro-batch. Stage 0 takes 1.71 times as long as the average stage."
     assert f"Slowest stage\nstage 0\n{slowest}\n" in text
-    bubble = "With equal stages the bubble is 27.3% = (n - 1) / (m + n - 1) = 3 / 11;"
-    bubble += " 19 micro-batches instead of 8 make it 13.6%."
-    assert f"Bubble of separate devices\n41.7%\n{bubble}\n" in text
+    bubble = "Bubble of 4 equal stages, 8 micro-batches: 3\xa0/\xa011\xa0=\xa027.3%;"
+    bubble += " 19 micro-batches instead of 8 make it 13.6% and the batch of an update larger."
+    assert f"Bubble of separate devices, simulated\n41.7%\n{bubble}\n" in text
     assert "Fits into 1 GiB. ipu 0 needs the most memory, 4.89 KiB.\n" in text
-    assert "A step on separate devices\n48 ms" in text
+    assert "A step on separate devices, simulated\n48 ms" in text
     waits = "A step without waits: 112 ms. Time without a ready task: 0.0%. 1 of 64 cores ran all ipus."
-    assert f"A step on these cores\n112 ms\n{waits}\n" in text
+    assert f"A step on these cores, recorded\n112 ms\n{waits}\n" in text
 
 
 def test_one_switch_shows_these_cores_or_separate_devices(chromium, report):

@@ -30,16 +30,12 @@ def test_a_step_is_shown_event_by_event(chromium, report):
     assert chromium.value(said) == words
     for _ in range(3):
         press(chromium, "Step ▸")
-    assert chromium.value(said) == (
-        "4 of 12, after 3 ms: ipu 0 waits; ipu 1 waits; ipu 2: backward of stage 2, micro-batch 0"
-    )
+    words = "4 of 12, after 3 ms: ipu 0 waits; ipu 1 waits; ipu 2: backward of stage 2, micro-batch 0"
+    assert chromium.value(said) == words
     assert chromium.value(drawn) == 7
-    for _ in range(4):
+    for _ in range(4):  # before the first event is the whole step
         press(chromium, "◂")
-    assert (chromium.value(drawn), chromium.value(said)) == (
-        24,
-        "",
-    )  # before the first event is the whole step
+    assert (chromium.value(drawn), chromium.value(said)) == (24, "")
 
 
 def test_one_step_is_saved_as_a_picture_of_what_the_page_draws(chromium, report):
@@ -63,21 +59,17 @@ def test_one_step_is_saved_as_a_picture_of_what_the_page_draws(chromium, report)
 
 def test_the_compare_tab_says_the_command_with_this_folder(chromium, report):
     chromium.open(report, "compare")
-    assert chromium.value("document.getElementById('command').innerText") == (
-        f"popvision compare {report.parent} OTHER"
-    )
+    shown = chromium.value("document.getElementById('command').innerText")
+    assert shown == f"popvision compare {report.parent} OTHER"
 
 
 def test_modules_come_first_and_a_search_leads_to_operations(chromium, report):
     chromium.open(report, "operations")
-    assert chromium.value("document.querySelector('[aria-label=Rows] [aria-pressed=true]').innerText") == (
-        "by module"
-    )
+    chosen = "document.querySelector('[aria-label=Rows] [aria-pressed=true]').innerText"
+    assert chromium.value(chosen) == "by module"
     chromium.value("document.querySelector('input[type=search]').focus()")
     chromium.type("backward")
-    assert chromium.value("document.querySelector('[aria-label=Rows] [aria-pressed=true]').innerText") == (
-        "by operation"
-    )
+    assert chromium.value(chosen) == "by operation"
     shown = chromium.value(
         "[...document.querySelectorAll('#by-operation tbody tr')].map(row => row.innerText)"
     )

@@ -176,7 +176,7 @@ function choice(label, names, chosen, choose) {
 }
 
 function legend(entries) {
-  return make("div", { class: "legend" }, entries.map(([name, colour]) => make("span", {}, make("i", { style: { background: colour } }), name)));
+  return make("div", { class: "legend" }, entries.map(([name, colour]) => make("span", { title: MEANINGS[name] }, make("i", { style: { background: colour } }), name)));
 }
 
 /** How many of the first items have a property; after the first one without it no other has it. */

@@ -99,7 +99,7 @@ function wantedBy(trace, query) {
 function eventSearch(trace, page, changed) {
   const found = make("span", { class: "hint", id: "found", "aria-live": "polite" });
   let hits = [], at = -1;
-  const input = make("input", { type: "search", placeholder: "backward stage1 …", "aria-label": "Search events", value: page.state.search || "", oninput: () => { fill(); page.note({ search: input.value }); changed(); }, onkeydown: (event) => {
+  const input = make("input", { type: "search", placeholder: "Search, e.g. backward stage1", "aria-label": "Search events", value: page.state.search || "", oninput: () => { fill(); page.note({ search: input.value }); changed(); }, onkeydown: (event) => {
     if (event.key !== "Enter" || !hits.length) return;
     at = (at + (event.shiftKey ? hits.length - 1 : 1)) % hits.length;
     trace.choose(hits[at]);

@@ -41,9 +41,16 @@ function moduleTree(entry) {
     below.set(parent, [...(below.get(parent) || []), path]);
   }
   for (let path = ""; (below.get(path) || []).length === 1;) { [path] = below.get(path); open.add(path); } // what has one part is opened
+  const modules = all.size;
+  for (const [parent, inner] of below) { // what is left is a row of its own
+    const rest = { ns: {}, bytes: all.get(parent).bytes }, path = `${parent}.directly in forward`;
+    for (const phase of phases) rest.ns[phase] = inner.reduce((ns, name) => ns - (all.get(name).ns[phase] || 0), all.get(parent).ns[phase] || 0);
+    for (const name of inner) rest.bytes -= all.get(name).bytes;
+    if (total(rest) > 0.0005 * whole) { all.set(path, rest); inner.push(path); }
+  }
   const body = make("tbody");
   function line(path, depth) {
-    const row = all.get(path), inner = below.get(path), name = path ? path.slice(path.lastIndexOf(".") + 1) : "the model";
+    const row = all.get(path), inner = below.get(path), name = path === "?" ? "not known" : path ? path.slice(path.lastIndexOf(".") + 1) : "the model";
     const toggle = () => { if (!open.delete(path)) open.add(path); fill(path); };
     return make("tr", {}, make("td", { style: { paddingLeft: `${8 + 20 * depth}px` } }, inner ? make("button", { type: "button", class: "toggle", "aria-expanded": String(open.has(path)), "data-path": path, onclick: toggle }, `${open.has(path) ? "▾" : "▸"} ${name}`) : name),
       make("td", { class: "right" }, make("span", { class: "share", style: { width: `${(70 * total(row)) / whole}px` } }), units.time(total(row))), make("td", { class: "right" }, units.share(total(row) / whole)),
@@ -58,7 +65,7 @@ function moduleTree(entry) {
   fill();
   const head = ["module", "time", "share", ...phases.map((phase) => PHASES[phase]), "held, a micro-batch"];
   const element = make("div", { class: "scroll" }, make("table", { id: "tree" }, make("thead", {}, make("tr", {}, head.map((name, i) => make("th", { class: i ? "right" : "", scope: "col" }, name)))), body));
-  return { element, count: make("span", { class: "hint" }, `${all.size} modules`), search: () => {} };
+  return { element, count: make("span", { class: "hint" }, `${modules} modules`), search: () => {} };
 }
 
 // What operations of torch do, in words; an overload's name follows a dot.
@@ -110,7 +117,7 @@ function operationsView(entry, page) {
   const ways = { module: moduleTree(entry), operation: table("by-operation", [columns.kind, columns.where], data, [columns.block, columns.module]) };
   for (const [name, by] of [["block", "block"], ["line", "where"], ["kind", "kind"]]) ways[name] = table(`by-${name}`, [columns[by]], grouped(by));
   const names = Object.keys(ways), holder = make("div"), counts = make("span");
-  const search = make("input", { type: "search", placeholder: "Search operation, module, line …", "aria-label": "Search", value: page.state.search || "", oninput: () => (page.state.rows === "module" ? switcher.children[names.indexOf("operation")].click() : show(page.state.rows)) });
+  const search = make("input", { type: "search", placeholder: "Search, e.g. backward stage1", "aria-label": "Search", value: page.state.search || "", oninput: () => (page.state.rows === "module" ? switcher.children[names.indexOf("operation")].click() : show(page.state.rows)) });
   const hint = make("span", { class: "hint help" }, "Click a row to see it in the trace.");
   const flops = make("span", {}, "FLOPs of matrix products, convolutions and attention; bytes read and written by one call.");
   function show(name) {

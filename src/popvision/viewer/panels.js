@@ -4,9 +4,25 @@ function emptyCard(title, text) {
   return make("section", { class: "card empty" }, make("strong", {}, title), text);
 }
 
+// Words of the figures that need a sentence, as a tooltip.
+const MEANINGS = {
+  "bubble of separate devices": "The share of time in which the ipus wait in a step that is simulated with the recorded costs of the stages.",
+  "bubble with equal stages": "The bubble if each action takes one tick and nothing else takes time.",
+  "a step on separate devices": "Simulated with the recorded costs: each ipu does one thing at a time, in the order of the schedule. Transfers take no time.",
+  "a step on these cores": "The recorded time of a step, without the first call if there are others.",
+  "a step without waits": "The computations\u2019 CPU time, divided by the number of cores: a step\u2019s time if each core always had a task.",
+  "cores used by other programs": "The share of the computations\u2019 time in which their thread had no core.",
+  "time without a ready task": "The recorded share of a step in which cores ran no task.",
+  "sums and others": "Tasks of no phase, such as sums of gradients and gathers.",
+};
+const KINDS = { "bubble of separate devices": ", simulated", "a step on separate devices": ", simulated", "a step on these cores": ", recorded" };
+
+/** A text whose fractions and results stay on one line. */
+const unbroken = (text) => text && text.replace(/(?<=\d) (?=[/=] \d)|(?<=\d [/=]) (?=\d)/g, "\u00a0");
+
 function tile(label, value, note, kind = "") {
   const [number, ...unit] = /^\d/.test(value) ? value.split(" ") : [value];
-  return make("div", { class: "tile" }, make("div", { class: "label" }, label), make("div", { class: `value ${kind}` }, number, unit.length ? make("small", {}, ` ${unit.join(" ")}`) : null), make("div", { class: "note" }, [note].flat().filter(Boolean).join(" ")));
+  return make("div", { class: "tile" }, make("div", { class: "label", title: MEANINGS[label] }, capital(label), KINDS[label]), make("div", { class: `value ${kind}` }, number, unit.length ? make("small", {}, ` ${unit.join(" ")}`) : null), make("div", { class: "note" }, [note].flat().filter(Boolean).flatMap((part) => [part, " "])));
 }
 
 function headlineView(entry, page) {
@@ -18,13 +34,13 @@ function headlineView(entry, page) {
   }
   const slow = figures.slowest === null ? null : figures.stages[figures.slowest];
   const fits = figures.fits === null ? "" : `${figures.fits ? "Fits" : "Does not fit"} into ${units.bytes(figures.capacity)}.`;
-  const remarks = { bubble: [figures.facts.bubble], apart: ["Simulated with the recorded costs."], here: [`${figures.cores} ran all ipus${figures.usages.length && figures.usages.length < profile.facts.threads ? ", because tasks are so short that others would wait for Python's lock" : ""}.`], memory: [fits, figures.facts.memory], throughput: [`${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples.`] };
+  const remarks = { bubble: [unbroken(figures.facts.bubble)], apart: ["With the recorded costs."], here: [`${figures.cores} ran all ipus${figures.usages.length && figures.usages.length < profile.facts.threads ? ", because tasks are so short that others would wait for Python's lock" : ""}.`], memory: [fits, figures.facts.memory], throughput: [`${figures.calls} calls of ${figures.samples_per_call.toLocaleString("en")} samples.`] };
   const tiles = make("div", { class: "tiles" },
     Object.entries(remarks).map(([name, remark]) => {
       const [first, ...others] = figures.shown.filter(([tile]) => tile === name);
-      return first ? tile(capital(first[1]), first[2], [...others.map(([, words, text]) => `${capital(words)}: ${text}.`), ...remark], name === "memory" && figures.fits === false ? "bad" : "") : null;
+      return first ? tile(first[1], first[2], [...others.map(([, words, text]) => make("span", {}, make("span", { title: MEANINGS[words] }, capital(words)), `: ${text}.`)), ...remark], name === "memory" && figures.fits === false ? "bad" : "") : null;
     }),
-    slow ? tile("Slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null);
+    slow ? tile("slowest stage", `stage ${slow.stage}`, [`${slow.blocks}, ${units.time(slow.total)} a micro-batch.`, figures.facts.stages]) : null);
   const trace = new Trace(entry, { compact: true, on: page.on });
   page.miniature = trace;
   return make("div", {}, ...figures.about.map((text) => make("p", { style: { marginBottom: "12px" } }, text)), tiles, warnings,
@@ -40,7 +56,7 @@ function warningList(texts) {
 }
 
 function stageCard(figures) {
-  return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage"), stageBars(figures), make("p", { class: "hint", style: { marginTop: "10px" } }, "Medians of the time that a core computed."));
+  return make("section", { class: "card" }, make("h2", {}, "What a micro-batch costs, by stage: median CPU time"), stageBars(figures), legend([...Object.keys(PHASES).filter((phase) => figures.stages.some((stage) => stage.phases[phase])).map((phase) => [PHASES[phase], phaseColour(phase)]), ...(figures.stages.some((stage) => stage.around) ? [["sums and others", OTHER]] : [])]));
 }
 
 function usageCard({ figures, profile }, on) {
@@ -51,7 +67,7 @@ function usageCard({ figures, profile }, on) {
 function stageBars(figures) {
   const most = Math.max(...figures.stages.map((stage) => stage.total), 1);
   return make("div", { class: "bars" }, figures.stages.flatMap((stage) => {
-    const parts = [...Object.entries(stage.phases).map(([phase, ns]) => [ns, phaseColour(phase), PHASES[phase]]), [stage.around, OTHER, "sums"]];
+    const parts = [...Object.entries(stage.phases).map(([phase, ns]) => [ns, phaseColour(phase), PHASES[phase]]), [stage.around, OTHER, "sums and others"]];
     return [
       make("span", { class: "name", title: stage.blocks }, `${stage.stage} · ${stage.blocks}`),
       make("div", { class: "bar" }, parts.filter(([ns]) => ns).map(([ns, colour, name]) => make("i", { style: { width: `${(100 * ns) / most}%`, background: colour }, title: `${name}: ${units.time(ns)}` }))),
@@ -94,7 +110,7 @@ function hostView(entry) {
     { name: "time before it", right: true, value: (row) => row.gap, cell: (row) => units.time(row.gap) },
   ], gaps.map((row) => ({ ...row, search: "" })), { sort: 0, down: false, id: "calls" });
   return make("div", {}, make("section", { class: "card" }, make("h2", {}, "Where the host's time went"), bars,
-    make("p", { class: "hint", style: { marginTop: "10px" } }, "The host's row stands above the cores in the trace, on the same clock."),
+    make("p", { class: "hint", style: { marginTop: "10px" } }, "In the Trace tab, \u201cthese cores\u201d shows these calls in its top row, on the same clock."),
     host.length ? null : make("p", { class: "hint" }, "No waiting for a data loader and no copy of weights was noted.")),
     make("section", { class: "card" }, make("h2", {}, "Calls, and the time between them"), table.element));
 }
@@ -105,8 +121,14 @@ function transfer({ kind, ipu, peer, phase, stage, bytes }) {
   return [from, to, phase ? `each micro-batch, ${kind === "load" ? "before" : "after"} ${phase}${stage}` : "once per step", units.bytes(bytes)];
 }
 
+/** An option as a program writes it. */
+function asWritten(option) {
+  const profiling = option.name === "engineOptions" && /^\{'autoReport\.all': 'true', 'autoReport\.directory': '([^']*)'\}$/.exec(option.value);
+  return profiling ? { ...option, name: "enableProfiling", value: profiling[1] } : option;
+}
+
 function modelView(entry) {
-  const { profile } = entry, options = rows(profile.options), moves = entry.moves.filter((part) => ["load", "send", "store"].includes(part.kind));
+  const { profile } = entry, options = rows(profile.options).map(asWritten), moves = entry.moves.filter((part) => ["load", "send", "store"].includes(part.kind));
   const table = options.length
     ? make("div", { class: "scroll" }, make("table", { id: "options" }, make("thead", {}, make("tr", {}, ["option", "value", "default"].map((name) => make("th", {}, name)))), make("tbody", {}, options.map((row) => make("tr", {}, make("td", {}, row.name), make("td", {}, row.value), make("td", { class: "hint" }, row.default))))))
     : make("p", { class: "hint" }, "All options have their defaults.");
@@ -114,7 +136,7 @@ function modelView(entry) {
   const model = make("section", { class: "card" }, make("h2", {}, "Blocks, stages, ipus"), diagram(entry), make("p", { class: "hint", style: { marginTop: "8px" } }, counts),
     moves.length ? make("details", {}, make("summary", {}, "Transfers"), plainTable(["from", "to", "when", "bytes"], moves.map(transfer), 3)) : null);
   return make("div", {}, model,
-    make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, profile.facts[name] || "not recorded")]))),
+    make("section", { class: "card" }, make("h2", {}, "Strategy and optimizer"), make("dl", { id: "runs" }, ["strategy", "optimizer"].flatMap((name) => [make("dt", {}, name), make("dd", {}, (profile.facts[name] || "not recorded").replace(/\bADAM/, "Adam").replace("RMSPROP", "RMSprop"))]))),
     make("section", { class: "card" }, make("h2", {}, "Options that differ from their defaults"), table));
 }
 
