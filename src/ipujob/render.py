@@ -41,14 +41,14 @@ def unsupported_fields(job: Job, way: str) -> Iterator[Fault]:
 
 def _render_warnings(job: Job, way: str) -> Iterator[str]:
     """Yield a warning for each field of a job that has no effect in the objects of kind `way`."""
-    restarts = job.restart_policy != "Never"
+    has_restarts = job.restart_policy != "Never"
     if job.clean_policy != "None":
         yield f"cleanPodPolicy {job.clean_policy} needs the operator: these pods stay, or go by {TTL}"
-    if way == "pod" and restarts:
+    if way == "pod" and has_restarts:
         yield f"restartPolicy {job.restart_policy} needs the operator: bare pods are not started again"
     elif job.restart_policy == "Always":
         yield "restartPolicy Always needs the operator: what succeeded is not run again"
-    if way == "job" and restarts:
+    if way == "job" and has_restarts:
         yield "PANDO_RESTARTS is not set: a Job's pods can't read how often they were started"
     if way == "pod" and job.seconds_kept is not None:
         yield f"{TTL} needs the operator, or --as job: bare pods stay"

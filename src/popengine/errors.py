@@ -125,8 +125,9 @@ def _add_fix(error: Exception, function: Any, args: Any, kwargs: dict[str, Any],
     """Add a fix, the example of a right call, to an error about the arguments of a call that names no fix. If they do
     not fit the function, and it has no example, the fix is its signature."""
     unknown = "got an unexpected keyword argument"
-    own = getattr(function, "__qualname__", "")  # a property's function may have no name
-    is_misfit = str(error).startswith((f"{own}() ", unknown))  # of the interpreter, or of `Signature.bind`
+    qualname = getattr(function, "__qualname__", "")  # a property's function may have no name
+    # Messages of the interpreter, or of `Signature.bind`.
+    is_misfit = str(error).startswith((f"{qualname}() ", unknown))
     name = next((name for name in kwargs if is_misfit and f"{unknown} {name!r}" in str(error)), "")
     fix_of_keywords = getattr(args[0], "_fix_of_keywords", None) if name and args else None
     if fix_of_keywords is not None:
@@ -142,7 +143,7 @@ def _add_fix(error: Exception, function: Any, args: Any, kwargs: dict[str, Any],
 def _call_in_words(function: Any, args: Sequence[Any], parameters: Mapping[str, inspect.Parameter]) -> str:
     """Return the call of a function, or of the class of a constructor, with its parameters and their defaults."""
     name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
-    plain = [each.replace(annotation=each.empty) for each in parameters.values() if each.name != "self"]
+    plain = [p.replace(annotation=p.empty) for p in parameters.values() if p.name != "self"]
     return f"{name}{inspect.Signature(plain)}"
 
 

@@ -109,13 +109,13 @@ class ElasticNode(NodeOfRun):
                 return False
             if newest.state == "given up":
                 raise RunLost(newest.why)
-            if newest.state == "runs" and self._is_in(newest) and newest.number > self.round.number:
+            if newest.state == "runs" and self._is_in_round(newest) and newest.number > self.round.number:
                 self.round = newest
                 self._set_state("running")
                 if newest.why:
                     self._log.warning(newest.why)
                 return True
-            if newest.state == "runs" and not self._is_in(newest):
+            if newest.state == "runs" and not self._is_in_round(newest):
                 self._warn_if_left_out(newest)
             time.sleep(_POLL)
 
@@ -139,7 +139,7 @@ class ElasticNode(NodeOfRun):
     def close(self, is_end: bool) -> None:
         self._shared.close(is_end)
 
-    def _is_in(self, newest: Round) -> bool:
+    def _is_in_round(self, newest: Round) -> bool:
         return newest.ids.get(self.name) == self._id
 
     def _set_state(self, state: str) -> None:
@@ -160,19 +160,19 @@ class ElasticNode(NodeOfRun):
             if self.name not in records:
                 return newest
             if newest.state == "runs":
-                names = set(new_nodes(newest, records, self._me) if self._is_in(newest) else [])
+                names = set(new_nodes(newest, records, self._me) if self._is_in_round(newest) else [])
                 if names - self._announced:
                     self._log.info("a node has come, which is added after the next checkpoint")
                 self._announced = names
-            elif not newest.is_over and (newest.counts or self._waited() > _WARNING_INTERVAL):
+            elif not newest.is_over and (newest.counts or self._seconds_unchanged() > _WARNING_INTERVAL):
                 self._warn_of_missing(records)
-            changed = decide(newest, records, self._waited(), self._me)
+            changed = decide(newest, records, self._seconds_unchanged(), self._me)
             return newest if changed == newest else self._replace_state(changed)
         except OSError as error:
             self._warn(f"can't use {self.request.checkpoint_dir}: {error}; this node tries again")
             return Round() if self._state == "stopped" else self.round
 
-    def _waited(self) -> float:
+    def _seconds_unchanged(self) -> float:
         return time.monotonic() - self._changed
 
     def _read_state(self) -> Round:
@@ -245,7 +245,7 @@ class ElasticNode(NodeOfRun):
     def _warn_of_missing(self, records: dict[str, Record]) -> None:
         """Warn each minute that no round can begin."""
         if text := missing_text(records, self._me):
-            seconds = max(self.node.patience - self._waited(), 0.0)
+            seconds = max(self.node.patience - self._seconds_unchanged(), 0.0)
             limit = f"this one waits for {seconds:.0f} s (POPRUN_NODE_TIMEOUT)"
             self._warn(f"{text}; {limit}\n  fix: start the same command on another node")
 

@@ -64,7 +64,7 @@ class Reach(threading.Thread):
     def run(self) -> None:
         while True:
             tests = {
-                item: threading.Thread(target=self._test, args=item, daemon=True)
+                item: threading.Thread(target=self._test_connection, args=item, daemon=True)
                 for item in self.addresses.items()
             }
             for test in tests.values():
@@ -76,7 +76,7 @@ class Reach(threading.Thread):
                     self.errors[id] = f" at {address}: its store has not answered for {_TEST_PATIENCE:.0f} s"
             time.sleep(_TEST_INTERVAL)
 
-    def _test(self, id: str, address: str) -> None:
+    def _test_connection(self, id: str, address: str) -> None:
         host, _, port = address.rpartition(":")
         try:
             store.ping(host, int(port), _TEST_PATIENCE)

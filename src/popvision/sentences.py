@@ -79,9 +79,9 @@ def instances_sentence(profile: Profile) -> str:
     if not (joined := profile.facts.get("joined")):
         return ""
     if devices := joined.get("devices"):
-        several = len({tuple(replicas) for *_, replicas in devices}) > 1
+        has_several = len({tuple(replicas) for *_, replicas in devices}) > 1
         texts = (
-            f"{device} has {_named('ipu', ipus)}" + f" of {_named('replica', replicas)}" * several
+            f"{device} has {_named('ipu', ipus)}" + f" of {_named('replica', replicas)}" * has_several
             for device, ipus, replicas in devices
         )
         return f"The ipus are on {counted(len({device for device, *_ in devices}), 'device')}: {', '.join(texts)}."

@@ -33,7 +33,7 @@ _Mark = tuple[nn.Module, str, int | None]  # a module, the id of the block that 
 _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 
-def _checked(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int | None]:
+def _checked_ids(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int | None]:
     if user_id is not None:
         checked("the user_id of a block", user_id, str, Error, fix="for an ipu write ipu_id={}")
     if ipu_id is not None:
@@ -66,7 +66,7 @@ class Block(nn.Module, metaclass=_BlockClass):
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
-        self._user_id, self._ipu_id = _checked(user_id, ipu_id)
+        self._user_id, self._ipu_id = _checked_ids(user_id, ipu_id)
 
     def __enter__(self) -> None:
         if current() is None and sys._getframe(1).f_code.co_name == "__init__":
@@ -86,7 +86,7 @@ class Block(nn.Module, metaclass=_BlockClass):
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
         """Open a block, which ends where the next block opens. In plain PyTorch, do nothing."""
-        user_id, ipu_id = _checked(user_id, ipu_id)
+        user_id, ipu_id = _checked_ids(user_id, ipu_id)
         if (capture := current()) is not None:
             capture.enter_block(user_id or str(next(_auto_ids)), ipu_id)
 
@@ -101,7 +101,7 @@ class BeginBlockHook:
     """A forward pre-hook that opens a block; `strategy`: the default for a model that was annotated or split."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None, strategy: Any = None) -> None:
-        self.user_id, self.ipu_id = _checked(user_id, ipu_id)
+        self.user_id, self.ipu_id = _checked_ids(user_id, ipu_id)
         self.strategy = strategy
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:

@@ -89,7 +89,7 @@ class Phase:
         return f"Phase({', '.join(map(repr, self.stages))})"
 
 
-def _as(cls: type[T], argument: Any) -> T:
+def _as_instance(cls: type[T], argument: Any) -> T:
     """Return a `Stage` or `Phase` unchanged, or a new one of an argument, or of a list of arguments."""
     if isinstance(argument, cls):
         return argument
@@ -162,7 +162,7 @@ class _StagedExecution(ExecutionStrategy):
     def __init__(self, *args: AutoStage | AutoBalance | Stage | str | Sequence[str]) -> None:
         first, *rest = args or (AutoStage.SameAsIpu,)
         self._auto = first if isinstance(first, AutoStage | AutoBalance) and not rest else None
-        super().__init__((_as(Stage, arg) for arg in args) if self._auto is None else ())
+        super().__init__((_as_instance(Stage, arg) for arg in args) if self._auto is None else ())
 
     def freeze(self) -> Strategy:
         strategy = super().freeze()
@@ -247,7 +247,7 @@ class _PhasedExecution(ExecutionStrategy):
     def __init__(self, *phases: Phase | Stage | str | Sequence[Stage] | Sequence[str]) -> None:
         if not phases or any(isinstance(phase, AutoStage) for phase in phases):
             raise AssertionError("There is no AutoStage for PhasedExecution: name the blocks of each phase")
-        self._phases = [_as(Phase, phase) for phase in phases]
+        self._phases = [_as_instance(Phase, phase) for phase in phases]
         self._separate_backward_phase = False
         self._liveness = Liveness.AlwaysLive
         super().__init__(stage for phase in self._phases for stage in phase.stages)

@@ -29,7 +29,7 @@ def sampler_of_process(
     Args: arguments: further arguments of torch's loader; a "generator" replaces the seed in a single process
     """
     distributed, counts = options.Distributed, options._counts()
-    (share_index, processes), by_replica = distributed._share, distributed.rows_by_replica
+    (share_index, processes), by_replica = distributed._dataset_share, distributed.rows_by_replica
     samplers = [name for name in ("batch_sampler", "sampler") if arguments.get(name) is not None]
     is_iterable = isinstance(dataset, IterableDataset)
     if processes == 1:

@@ -149,7 +149,7 @@ class DataLoader(torch.utils.data.DataLoader):
             self._elements_per_batch = -(-(self._combined_batch_size or 1) // self._worker_size)
         is_shared = auto_distributed_partitioning and options.Distributed.rows_by_replica
         # Number of processes that count batches separately.
-        self._share_count = 1 if is_shared else options.Distributed._share[1]
+        self._share_count = 1 if is_shared else options.Distributed._dataset_share[1]
         if batch_sampler is not None:
             kwargs["batch_sampler"] = batch_sampler
         else:
@@ -309,7 +309,7 @@ class DataLoader(torch.utils.data.DataLoader):
             parts, whole, unit = length_or_none(batch_sampler), self._elements_per_batch, "micro-batches"
         if self.drops_last:
             if isinstance(self.sampler, ProcessSampler):
-                parts, whole = self.sampler.rows, whole * self.options.Distributed._share[1]
+                parts, whole = self.sampler.rows, whole * self.options.Distributed._dataset_share[1]
             if parts is not None and parts > whole and parts % whole:
                 words = "drop_last=True leaves out %d of %d %s in each epoch, since a call takes %d"
                 level = logging.INFO if is_shuffled else logging.WARNING

@@ -180,7 +180,7 @@ def _layout_of(loader: Any) -> dict[str, Any]:
     """Return the number of processes that count the batches of a share each, and the rows of a call that are
     counted together (None: not known)."""
     shares, size = loader._share_count, loader._combined_batch_size
-    processes = 1 if shares > 1 else loader.options.Distributed._share[1]
+    processes = 1 if shares > 1 else loader.options.Distributed._dataset_share[1]
     return {"shares": shares, "rows": size and size * processes}
 
 

@@ -59,9 +59,9 @@ class PoplarExecutor:
             if training:
                 wrapped_model.check_buffer_classes(wrapped.user)
                 self.setOptimizer(default_optimizer(wrapped.user) if optimizer is None else optimizer)
-                self._mark()
+                self._mark_model()
 
-    def _mark(self) -> None:
+    def _mark_model(self) -> None:
         """Mark the model as one that this executor trains; `destroy` removes the mark."""
         if self._wrapped.training:
             wrapped_model.mark_model(self._wrapped.user, self)
@@ -79,7 +79,7 @@ class PoplarExecutor:
         """
         with self._lock, _failing_together(self.options, self._wrapped.training):
             if not self._plans.loaded:
-                self._mark()
+                self._mark_model()
             return self._calls.run(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class PoplarExecutor:
             logger.warning("Call to compile() ignored: the model is compiled already")
             return
         with self._lock, _failing_together(self.options, self._wrapped.training):
-            self._mark()
+            self._mark_model()
             for run in self._calls.split(self._calls.bind(args, kwargs)):
                 if self._plans.find_plan(run) is None:
                     self._compilation.compile(run)
@@ -450,7 +450,7 @@ class PoplarExecutor:
 
     def _restore(self, saved: executable_file.SavedExecutor) -> None:
         """Load the state of a file into an executor that has no plans."""
-        self._mark()
+        self._mark_model()
         self._plans.load(saved.state)
         self.per_replica_params.clear()
         self.per_replica_params.update(saved.per_replica_params)

@@ -81,12 +81,12 @@ class OptimizerLink:
             )
         if type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
             optimizer = optimizer.optimizer
-        compiled, before = self._plans.executable is not None, self.snapshot
+        is_compiled, before = self._plans.executable is not None, self.snapshot
         now = self._snapshot_of(optimizer)
         seen = Seen.of(optimizer)
         # Rates of a checkpoint replace constants.
         is_loaded = seen.loads != (self._seen.loads if optimizer is self.optimizer else 0)
-        if compiled and before is not None:
+        if is_compiled and before is not None:
             check_changes(before, now, with_rates=not is_loaded)
             now = now if is_loaded else replace(now, frozen=before.frozen, constants=before.constants)
         elif before is None or now.frozen.kind != before.frozen.kind:

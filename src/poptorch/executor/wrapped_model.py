@@ -236,7 +236,7 @@ class _SharedOut:
     def __reduce__(self) -> Any:
         return type(self), ()
 
-    def _named(self, module: nn.Module, prefix: str, keys: Container[str]) -> dict[str, Tensor]:
+    def _named_weights(self, module: nn.Module, prefix: str, keys: Container[str]) -> dict[str, Tensor]:
         """Return a module's own weights by their `keys` in a `state_dict()`, if a process of the replica holds one."""
         named = chain(module._parameters.items(), module._buffers.items())
         weights = {prefix + key: value for key, value in named if value is not None and prefix + key in keys}
@@ -245,8 +245,8 @@ class _SharedOut:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Replace a module's own weights in a `state_dict()` by copies, those of other processes by theirs."""
-        held, live = self._named(module, prefix, state), [plans for ref in self.executors if (plans := ref())]
-        plans = next((plans for plans in live if plans.engine is not None), None)
+        held, live = self._named_weights(module, prefix, state), [p for ref in self.executors if (p := ref())]
+        plans = next((p for p in live if p.engine is not None), None)
         away = [key for key, value in held.items() if is_elsewhere(value)]
         if plans is not None and plans.engine is not None and held:
             if self._latest() is not state:
@@ -271,7 +271,7 @@ class _SharedOut:
     ) -> None:
         """Note a hash of what is loaded into a module's own weights, which all processes compare before the next call.
         Into those of other processes load no values, which torch would warn of."""
-        for key, value in self._named(module, prefix, given).items():
+        for key, value in self._named_weights(module, prefix, given).items():
             mark, new = mark_of(value), given[key]
             if mark is not None and isinstance(new, Tensor) and not new.is_meta:
                 mark.loaded = f"loaded {hash_of_sample(new)}"

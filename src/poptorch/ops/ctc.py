@@ -32,13 +32,13 @@ def ctc_loss(
     """Return the CTC loss of `torch.nn.functional.ctc_loss`, by operations that can be compiled."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    single = log_probs.dim() == 2
-    log_probs = log_probs.unsqueeze(1) if single else log_probs
+    is_single = log_probs.dim() == 2
+    log_probs = log_probs.unsqueeze(1) if is_single else log_probs
     inputs, labels = (
         torch.as_tensor(lengths, device=log_probs.device).reshape(-1).to(torch.long)
         for lengths in (input_lengths, target_lengths)
     )
-    if targets.dim() == 1 and single:
+    if targets.dim() == 1 and is_single:
         targets = targets.unsqueeze(0)
     settings = blank, zero_infinity, torch.is_grad_enabled() and log_probs.requires_grad
     losses, _ = torch.ops.poptorch.ctc_loss(log_probs, targets.to(torch.long), inputs, labels, *settings)
@@ -48,7 +48,7 @@ def ctc_loss(
         return (losses / labels.clamp(min=1)).mean()
     if reduction == "sum":
         return losses.sum()
-    return losses.squeeze(0) if single else losses
+    return losses.squeeze(0) if is_single else losses
 
 
 def _compute_losses(

@@ -28,8 +28,8 @@ def resolve_options(options: Options, training: bool, model: nn.Module | None = 
         resolved._execution_strategy = strategy_of_marks(model, resolved._execution_strategy)
     accumulation = resolved.Training.gradient_accumulation
     if not training and accumulation != 1:
-        pipelined = isinstance(resolved._execution_strategy, PipelinedExecution)
-        hint = ", and raise deviceIterations instead to fill the pipeline" if pipelined else ""
+        is_pipelined = isinstance(resolved._execution_strategy, PipelinedExecution)
+        hint = ", and raise deviceIterations instead to fill the pipeline" if is_pipelined else ""
         raise Error(
             f"Options().Training.gradientAccumulation is {accumulation}: it must be 1, or left alone, for"
             " poptorch.inferenceModel()\n"
@@ -81,13 +81,13 @@ def engine_settings(
         recompute=training and bool(popart("autoRecomputation")),
         device=device,
         devices=tuple(dict.fromkeys(names)),
-        places=_places(options, counts, names),
+        places=_places_of_ipus(options, counts, names),
         spreads=counts.parts == 1 and not _has_list(options),
         backend=_option_or_variable(options, "backend", "POPTORCH_BACKEND", BACKENDS),
     )
 
 
-def _places(options: Options, counts: Counts, names: tuple[str, ...]) -> tuple[Place, ...]:
+def _places_of_ipus(options: Options, counts: Counts, names: tuple[str, ...]) -> tuple[Place, ...]:
     """Return the place of each ipu of a replica: on the devices of these names; or, if it spans several processes, each
     with as many consecutive ipus."""
     if counts.parts == 1:

@@ -264,7 +264,7 @@ class Distributed(OptionsDict):
         return self.num_distributed_processes
 
     @property
-    def _share(self) -> tuple[int, int]:
+    def _dataset_share(self) -> tuple[int, int]:
         """Return the index and the number of the shares of a dataset. Processes that run one replica have one share."""
         return self.processId // self.instances_per_replica, self.numProcesses // self.instances_per_replica
 

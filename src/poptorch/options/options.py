@@ -131,7 +131,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
 
     def _counts(self) -> Counts:
         """Return the factors of a combined batch, and the number and id of the processes."""
-        instance, instances = self.Distributed._share
+        instance, instances = self.Distributed._dataset_share
         return Counts(
             iterations=self.device_iterations,
             accumulation=self.Training.gradient_accumulation,

@@ -121,7 +121,7 @@ class Case:
         actual, plain, bounds = self.gradients(names)
         every = plain.expand_as(actual)[~actual.isnan()]
         factor = factor_between([(actual[~actual.isnan()], every)])
-        return factor if _near(actual, factor * plain, bounds * abs(factor)) else 0.0
+        return factor if _is_near(actual, factor * plain, bounds * abs(factor)) else 0.0
 
     def text(self, part: str, name: str) -> str:
         """Return the verdicts on the ranks that have the parameter: one text, if they are equal."""
@@ -151,7 +151,7 @@ def _list_text(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _near(values: Tensor, expected: Tensor, bound: Tensor) -> bool:
+def _is_near(values: Tensor, expected: Tensor, bound: Tensor) -> bool:
     """Return whether values are equal up to rounding, where a rank has values: NaN elsewhere."""
     return bool((((values - expected).abs() <= SLACK * bound) | values.isnan()).all())
 
@@ -176,7 +176,7 @@ def other_recipe(case: Case) -> Recipe | None:
     for number in (number for number in numbers if number <= plain.rows):
         parts, (actual, expected, bounds) = plain.parts(number), case.gradients(wrong)
         columns = plain.columns(parts, wrong)
-        if columns is None or not _near(actual, columns.mean(1), bounds):
+        if columns is None or not _is_near(actual, columns.mean(1), bounds):
             continue
         if fit(columns, expected[:, None], bounds) is None:
             note = f"{number} micro-batches, since the loss couples the rows of a micro-batch"
@@ -260,7 +260,7 @@ def _by_factor(case: Case, names: Sequence[str]) -> str | None:
 def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
     """Return the cause of a factor that is a number of micro-batches, replicas or ranks; "" if it is none."""
     size, steps = 1 / factor if 0 < factor < 1 else factor, case.micro_batches
-    is_alone, twice = len(case.reports) == 1, factor < 1
+    is_alone, is_twice = len(case.reports) == 1, factor < 1
     unit = "replicas" if is_alone else "ranks"
     most = case.replicas if is_alone else max(len(case.holders([name])) for name in names)
     degrees = [1, *(degree for degree in range(2, most + 1) if most % degree == 0)]  # of data parallelism
@@ -268,8 +268,8 @@ def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
     for degree in degrees:
         for number in sorted({1, steps, *(steps // d for d in degrees if steps % d == 0)}):
             if degree * number > 1 and abs(size / (degree * number) - 1) < error:
-                scaled = f"accumulation is {'scaled twice' if twice else 'not scaled'}, over {number} micro-batches"
-                averaged = f"{'averaged twice' if twice else 'not averaged'} over {degree} {unit}"
+                scaled = f"accumulation is {'scaled twice' if is_twice else 'not scaled'}, over {number} micro-batches"
+                averaged = f"{'averaged twice' if is_twice else 'not averaged'} over {degree} {unit}"
                 texts.append(" and ".join([scaled] * (number > 1) + [averaged] * (degree > 1)))
     return ", or ".join(reversed(texts))  # of ranks first
 
@@ -277,13 +277,13 @@ def _cause_of_factor(case: Case, names: Sequence[str], factor: float) -> str:
 def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
     """Different on the ranks, with plain PyTorch's as their mean or sum."""
     actual, plain, bounds = case.gradients(names)
-    distinct = [v for i, v in enumerate(actual) if not any(_same(v, w, bounds) for w in actual[:i])]
+    distinct = [v for i, v in enumerate(actual) if not any(_is_same(v, w, bounds) for w in actual[:i])]
     if len(distinct) < 2:
         return None
     ranks = ranks_text(case.holders(names))
-    if _near(actual.nanmean(0), plain, bounds):
+    if _is_near(actual.nanmean(0), plain, bounds):
         return f"{case.subject(names)} of only the own rank's rows: not averaged over {ranks}"
-    if not _near(torch.stack(distinct).nansum(0), plain, bounds):
+    if not _is_near(torch.stack(distinct).nansum(0), plain, bounds):
         return None
     if len(names) == len(case.trained):
         return f"gradients are of only the own rank's rows: not summed over {ranks}"
@@ -293,8 +293,8 @@ def _over_ranks(case: Case, names: Sequence[str]) -> str | None:
     return f"{case.subject(names)} partial sums on {ranks}: a replicated (or tied) weight without all-reduce"
 
 
-def _same(one: Tensor, other: Tensor, bounds: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and _near(one, other, bounds)
+def _is_same(one: Tensor, other: Tensor, bounds: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and _is_near(one, other, bounds)
 
 
 def _by_rows(case: Case, names: Sequence[str]) -> str | None:

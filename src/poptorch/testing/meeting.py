@@ -46,13 +46,13 @@ class Ranks:
             answer: tuple[bool, Any] = True, function()
         except BaseException as caught:
             error, limit = caught, min(self._timeout, _PATIENCE)
-            answer = False, (self._store.add("failures", 1), _text(caught))
+            answer = False, (self._store.add("failures", 1), _error_text(caught))
         self._store.set(f"{self._meetings}/{self.rank}", pickle.dumps(answer).hex())
         if error is not None:
             _close_connections()
             if not isinstance(error, Exception):  # the program ends
                 raise error
-        answers = self._await(limit)
+        answers = self._await_answers(limit)
         failures = sorted((*value, rank) for rank, (is_right, value) in answers.items() if not is_right)
         missing = [rank for rank in range(self.size) if rank not in answers]
         if failures or missing:
@@ -67,7 +67,7 @@ class Ranks:
             ) from error
         return [value for _, (_, value) in sorted(answers.items())]
 
-    def _await(self, limit: timedelta) -> dict[int, Any]:
+    def _await_answers(self, limit: timedelta) -> dict[int, Any]:
         """Return the answers of the ranks that have come within a time limit."""
         keys = [f"{self._meetings}/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError):  # the limit
@@ -89,7 +89,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return what an error says, and the user's line that raised it."""
     from popengine.compile.recording.user_code import user_line  # loads the compiler
 
