@@ -10,7 +10,7 @@ from torch import nn
 
 from popengine.errors import did_you_mean
 
-_WORDS: dict[Any, str] = {
+WORDS: dict[Any, str] = {
     Callable: "a module or a function",
     bool: "a bool",
     int: "an int",
@@ -26,9 +26,9 @@ _WORDS: dict[Any, str] = {
 
 
 def meant_number(value: Any, least: int = 0) -> int:
-    """Return the first number in the text of a value, but at least `least`: 4 of "4", 4.0 and -4."""
-    digits = re.search(r"\d+", str(value))
-    return max(least, int(digits[0]) if digits else 0)
+    """Return the number that a value means, but at least `least`: 4 of 4.0 and "4", `least` of -4 and of a module."""
+    number = re.fullmatch(r"(\d+)(\.\d*)?", str(value))
+    return max(least, int(number[1]) if number else 0)
 
 
 def checked(
@@ -51,7 +51,7 @@ def checked(
         raise error(f"{name} takes one of {choices}; found {value!r}{meant}{fix}")
     if isinstance(value, allowed) and (least is None or (not isinstance(value, bool) and value >= least)):
         return value
-    if (word := _WORDS.get(allowed)) is None:
+    if (word := WORDS.get(allowed)) is None:
         is_public = allowed.__name__ in sys.modules["poptorch"].__all__
         word = f"a {'poptorch' if is_public else allowed.__module__}.{allowed.__name__}"
     limit = "" if least is None else f" from {least}"

@@ -341,6 +341,15 @@ MISTAKES = {  # of the first hour: the end of the message
     "poptorch.annotate(4, {'a': 0})": '{"bert.encoder.layer.0-5": 0, "bert.encoder.layer.*": 1, "cls": 0})',
     "poptorch.BeginBlock(MODEL, 1)": "fix: for an ipu write ipu_id=1",
     "poptorch.BeginBlock(nn.ModuleList([MODEL]))": "fix: mark the first layer inside: poptorch.BeginBlock(layers[0])",
+    "poptorch.BeginBlock(nn.Linear, 'a', ipu_id=0)": 'fix: poptorch.BeginBlock(Linear(...), "name", ipu_id=0)',
+    "poptorch.BeginBlock('first', MODEL)": "swapped?\n  fix: poptorch.BeginBlock(layer, 'first')",
+    "poptorch.BeginBlock(TENSORS[0], 'a')": 'fix: in __init__, self.a = poptorch.BeginBlock(self.a, "a")',
+    "poptorch.BeginBlock([MODEL], 'a')": "fix: mark the first layer inside: poptorch.BeginBlock(layers[0])",
+    "poptorch.Block(nn.Linear(8, 16))": 'mark a layer by poptorch.BeginBlock(layer, "name", ipu_id=0)',
+    "poptorch.Block('a', -1)": "fix: ipu_id=0",
+    "poptorch.PipelinedExecution('a').ipu(0)": "did you mean 'Stage(\"block\").ipu(0)'?",
+    "poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution)": "Strategy(poptorch.ShardedExecution())",
+    "poptorch.Options().Precision.half()": "did you mean 'model.half()'?",
     "exec('with poptorch.Block: pass')": 'fix: with poptorch.Block("name", ipu_id=0):',
     "poptorch.annotate(MODEL, [0])": '"bert.encoder.layer.*": 1, "cls": 0})',
     "poptorch.optim.AdamW(MODEL)": "fix: model.parameters()",
@@ -417,6 +426,13 @@ def test_a_block_in_a_constructor_warns_that_it_has_no_effect(caplog):
     Model()
     assert f"{__file__}:" in caplog.text
     assert "a Block in __init__ has no effect" in caplog.text
+
+
+def test_a_block_that_forward_makes_but_does_not_enter_warns_with_its_line(caplog):
+    forward = lambda self, x: poptorch.Block("a", ipu_id=0) and self.layer(x)  # noqa: E731
+    infer(module(forward, layer=MODEL))(TENSORS[0])
+    line = f"{__file__}:{forward.__code__.co_firstlineno}"
+    assert f"{line}: a Block without `with` has no effect\n  fix: `with poptorch.Block(...):`" in caplog.text
 
 
 def test_stages_in_the_wrong_order_are_listed_in_the_order_of_the_data():

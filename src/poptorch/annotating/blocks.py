@@ -35,7 +35,9 @@ _auto_ids: Iterator[int] = itertools.count()  # restarted by Block.useAutoId
 
 def _checked_ids(user_id: str | None, ipu_id: int | None) -> tuple[str | None, int | None]:
     if user_id is not None:
-        checked("the user_id of a block", user_id, str, Error, fix="for an ipu write ipu_id={}")
+        fix = 'Block is a context manager: mark a layer by poptorch.BeginBlock(layer, "name", ipu_id=0)'
+        fix = fix if isinstance(user_id, nn.Module) else "for an ipu write ipu_id={}"
+        checked("the user_id of a block", user_id, str, Error, fix=fix)
     if ipu_id is not None:
         checked("the ipu_id of a block", ipu_id, int, Error, least=0, fix="ipu_id={}")
     return user_id, ipu_id
@@ -64,11 +66,20 @@ class Block(nn.Module, metaclass=_BlockClass):
         ipu_id:  the block's ipu, unless the strategy names an ipu for the block
     """
 
+    _unused_at: str | None = None  # the line of forward that made this block, until the block is entered
+
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__()
         self._user_id, self._ipu_id = _checked_ids(user_id, ipu_id)
+        self._unused_at = user_line() if current() is not None else None
+
+    def __del__(self) -> None:
+        if self._unused_at is not None:
+            words = "%s: a Block without `with` has no effect\n  fix: `with poptorch.Block(...):`; or, in __init__,"
+            logger.warning(f"{words} poptorch.BeginBlock(layer, ...)", self._unused_at)
 
     def __enter__(self) -> None:
+        self._unused_at = None
         if current() is None and sys._getframe(1).f_code.co_name == "__init__":
             words = "%s: a Block in __init__ has no effect, because it marks what runs in it\n  fix: open it in forward"
             logger.warning(f"{words}; or mark a layer in __init__: poptorch.BeginBlock(layer)", user_line())
@@ -130,6 +141,17 @@ class LegacyBeginBlockFn:
         return self._layer_to_call(*args, **kwargs)
 
 
+# By type of an argument that `BeginBlock` refuses: the reason, and what to write.
+_NO_LAYERS: dict[Any, str] = {
+    type: '{0.__name__} is a class\n  fix: poptorch.BeginBlock({0.__name__}(...), "name", ipu_id=0)',
+    nn.Module | list | tuple: "a {0.__class__.__name__} begins no block, since it is never called\n"
+    "  fix: mark the first layer inside: poptorch.BeginBlock(layers[0])",
+    str: "a name is no layer; are the arguments swapped?\n  fix: poptorch.BeginBlock(layer, {0!r})",
+    torch.Tensor: 'a tensor is no layer\n  fix: in __init__, self.a = poptorch.BeginBlock(self.a, "a")',
+    object: "{0!r} is not an instance of torch.nn.Module or function",
+}
+
+
 def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None = None) -> T:
     """Make a layer begin a block when it is called. The block ends where the next block begins.
 
@@ -141,18 +163,15 @@ def BeginBlock(layer_to_call: T, user_id: str | None = None, ipu_id: int | None 
     Returns: the same module, to which a hook was added; for a function, a wrapper that calls it
     Raises: Error, if the module begins a block already, has no forward, or the layer is neither a module nor a function
     """
-    if isinstance(layer_to_call, nn.Module):
-        if getattr(layer_to_call.forward, "__func__", None) is nn.Module.forward:
-            raise Error(
-                f"poptorch.BeginBlock: a {type(layer_to_call).__name__} begins no block, since it is never called\n"
-                "  fix: mark the first layer inside: poptorch.BeginBlock(layers[0])"
-            )
+    forward = getattr(getattr(layer_to_call, "forward", None), "__func__", None)
+    if isinstance(layer_to_call, nn.Module) and forward is not nn.Module.forward:
         check_begins_no_block(layer_to_call)
         layer_to_call.register_forward_pre_hook(BeginBlockHook(user_id, ipu_id))
         return layer_to_call
-    if callable(layer_to_call):
+    if callable(layer_to_call) and not isinstance(layer_to_call, type | nn.Module):
         return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)  # type: ignore[return-value]
-    raise Error(f"poptorch.BeginBlock: {layer_to_call!r} is not an instance of torch.nn.Module or function")
+    hint = next(hint for kind, hint in _NO_LAYERS.items() if isinstance(layer_to_call, kind))
+    raise Error(f"poptorch.BeginBlock: {hint.format(layer_to_call)}")
 
 
 def find_begin_hook(module: nn.Module) -> BeginBlockHook | None:

@@ -6,12 +6,12 @@ value. Compilation checks the strategy against the model's blocks.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from popengine.errors import Error, did_you_mean
+from popengine.errors import Error, did_you_mean, without_internal_frames
 from popengine.order import Order, enter_order, order_named
 from popengine.settings import AutoRule, StagePlan, Strategy
-from poptorch.checks import checked
+from poptorch.checks import WORDS, checked
 from poptorch.enums import AutoStage, Liveness
 from poptorch.logs import log_no_effect
 
@@ -135,6 +135,16 @@ class ExecutionStrategy:
     def freeze(self) -> Strategy:
         """Return this strategy as a frozen value for the engine."""
         return Strategy(self._schedule, None, tuple(stage.freeze() for stage in self._order))
+
+    if not TYPE_CHECKING:  # so that type checkers find misspelt names
+
+        @without_internal_frames
+        def __getattr__(self, name: str) -> Any:
+            meant = did_you_mean(name, ["ipu", *dir(type(self))], shown={"ipu": 'Stage("block").ipu(0)'})
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{meant}", name=name)
+
+
+WORDS[ExecutionStrategy] = "an execution strategy, such as poptorch.PipelinedExecution(...)"
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,8 @@ class OptionsDict:
 
     def _meant(self, name: str) -> str:
         """Return which option or setter, also of another part of the options, `did_you_mean`."""
-        expressions = {**names_of_groups(), **{name: name for name in _public_names(self)}}
-        return did_you_mean(name, expressions, shown=expressions)
+        texts = {"half": "model.half()", **names_of_groups(), **{name: name for name in _public_names(self)}}
+        return did_you_mean(name, texts, shown=texts)
 
     def _check_exists(self, name: str, value: str = "value") -> None:
         if hasattr(type(self), name) and not self.exists(name):

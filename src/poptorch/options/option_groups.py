@@ -87,7 +87,9 @@ class ExecutionOptions(OptionsDict):
 
         >>> options.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
         """
-        self._execution_strategy = checked("setExecutionStrategy", strategy, ExecutionStrategy)
+        name = getattr(strategy, "__name__", "")  # of a class
+        fix = f"options.setExecutionStrategy(poptorch.{name}())" if name.endswith("Execution") else ""
+        self._execution_strategy = checked("setExecutionStrategy", strategy, ExecutionStrategy, fix=fix)
         return self
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
