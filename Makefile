@@ -103,7 +103,7 @@ reference: $(READY)
 
 # The documentation as a site: build/site/index.html. Every link and page is checked.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Random changes of one place in `src`, and the tests that call the changed function.
 MUTANTS ?= 60

@@ -1,4 +1,5 @@
-"""The signatures in docs/reference/names.md and executor.md, made from the code: `make reference` writes them again.
+"""The signatures in docs/reference/names.md and executor.md, and the figures in docs/profile-format.md, made from the
+code: `make reference` writes them again.
 
 The other texts of these pages are written by hand.
 """
@@ -12,7 +13,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGES = [Path(__file__).parent / "reference" / name for name in ("names.md", "executor.md")]
+from popvision import units
+from popvision.analysis import FIGURES
+
+PAGES = [
+    Path(__file__).parent / name
+    for name in ("reference/names.md", "reference/executor.md", "profile-format.md")
+]
+_UNITS = {
+    units.share_text: "fraction",
+    units.seconds_text: "seconds",
+    units.rate_text: "rows per second",
+    units.size_text: "bytes",
+}
+_FIGURES = re.compile(r"(?<=\| key \| unit \| label \|\n\|---\|---\|---\|\n)(\|.*\n)+")
 _LONGEST = 90  # characters of a signature; what follows is "..."
 _NOT_CALLED = (
     "PoplarExecutor",
@@ -22,7 +36,7 @@ _NOT_CALLED = (
 
 
 def page(path: Path) -> str:
-    """Return the text of a page, with the present signatures."""
+    """Return the text of a page, with the present signatures and figures."""
     lines, space = [], ""
     for line in path.read_text().splitlines(keepends=True):
         if line.startswith("## "):
@@ -31,7 +45,8 @@ def page(path: Path) -> str:
         elif space and (row := re.match(r"\| `?(\w+)[^|]*\| real \|", line)):
             line = f"| {_call(space, row[1])} | real |{line[row.end() :]}"
         lines.append(line)
-    return "".join(lines)
+    rows = (f"| `{figure.name}` | {_UNITS[figure.text]} | {figure.words} |\n" for figure in FIGURES)
+    return _FIGURES.sub(lambda _: "".join(rows), "".join(lines))
 
 
 def _call(space: str, name: str) -> str:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -41,6 +42,7 @@ _BUTTONS = (
     " [Labs for teachers](docs/labs/README.md){ .md-button } [Install](#install){ .md-button }"
 )
 
+_log = logging.getLogger("mkdocs.hooks")  # with --strict a warning fails the build
 _markdown: dict[str, str] = {}  # by the page's path in the site
 _names: set[str] = set()  # the anchors of reference/api.md, such as poptorch.Options.deviceIterations
 # How much a page counts in a search, by the first match of the start of its path: guides and options come first.
@@ -156,6 +158,8 @@ def _link(found: re.Match[str], here: str, files: Files) -> str:
     path, _, anchor = target.partition("#")
     source = here if (ROOT / here).exists() else f"docs/{here}"
     name = os.path.normpath((PurePosixPath(source).parent / path).as_posix())
+    if not (ROOT / name).exists():
+        _log.warning("%s: the repository has no %s, which the link %s names", source, name, target)
     if (ROOT / name).is_dir():
         name += "/README.md"
     if name.startswith("examples/"):
@@ -192,10 +196,9 @@ def _with_linked_rows(text: str) -> str:
 
 _COMMANDS = {  # what the help texts don't have: exit codes, and files that are written
     "popvision": """\
-Exit codes: 0; 1, after a message, if a file can't be read or written, or a machine is unknown; 2, if an argument is
-wrong. Files: `report` writes `report.html` into the report's folder. `compare` writes `comparison.html`, and `plan`
-writes `plan.html`, both into the current folder and over a file of that name, unless `--output` names another file.
-`export` writes the file that you name.""",
+Exit codes: 0; 1, after a message, if a file can't be read or written; 2, if an argument is wrong. Files: `report`
+writes `report.html` into the report's folder, and `compare` writes `comparison.html` into the current folder, over a
+file of that name, unless `--output` names another file. `summary` only prints.""",
     "poprun": """\
 Exit codes: 0; that of the instance that failed first; 128 + n after signal n, so 130 after Ctrl-C; 127, if the program
 can't be started; 2, if an argument is wrong. Files: only those of `--export-config`, and of `popdist.Checkpoint` in
@@ -221,6 +224,7 @@ _MODULES = {
     "popdist.poptorch": (),
     "lightning_graphcore": ("IPUAccelerator", "IPUPrecision", "IPUStrategy"),
     "poptorch.compiling.compilation_log": ("Overview",),  # what `describe` returns
+    "popengine.order": ("Action", "After", "Order", "StepActions"),  # for an own schedule
 }
 _PACKAGES = ("poptorch", "popdist", "popengine", "popvision", "lightning_ipu", "lightning_graphcore")
 
@@ -256,10 +260,14 @@ def api_page() -> str:
 
 
 def command_page(command: str) -> str:
-    """Return the page of a command: its help text, and the help text of each of its subcommands."""
+    """Return the page of a command: its help text, and the help text of each of its subcommands. Raises: ValueError, if
+    the text above them names a subcommand or flag that the help texts lack"""
     subcommands = re.findall(r"^    ([a-z]+) ", _help(command).partition("COMMAND\n")[2], re.MULTILINE)
     sections = [f"# {command}\n\n{_COMMANDS[command]}\n\n```text\n{_help(command)}```\n"]
     sections += [f"## {command} {name}\n\n```text\n{_help(command, name)}```\n" for name in subcommands]
+    known = {*subcommands, *re.findall(r"--[\w-]+", "".join(sections[0].split("```text")[1:] + sections[1:]))}
+    if unknown := set(re.findall(r"`([\w-]+)`", _COMMANDS[command])) - known:
+        raise ValueError(f"{command} has no {', '.join(sorted(unknown))}")
     return "\n".join(sections)
 
 

@@ -133,8 +133,8 @@ def test_the_page_of_options_is_made_of_their_docstrings():
     assert (FOLDER / "options.md").read_text() == made, "make reference"
 
 
-@pytest.mark.parametrize("name", ["names", "executor"])
-def test_the_signatures_of_a_page_are_made_from_the_code(name):
+@pytest.mark.parametrize("name", ["names", "executor", "../profile-format"])
+def test_the_signatures_and_figures_of_a_page_are_made_from_the_code(name):
     page = FOLDER / f"{name}.md"
     made = runpy.run_path(str(FOLDER.parent / "names_reference.py"))["page"](page)
     assert page.read_text() == made, "make reference"

@@ -66,7 +66,7 @@ def site(tmp_path_factory):
     if importlib.util.find_spec("material") is None:
         pytest.skip('mkdocs-material is not installed: pip install ".[docs]"')
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600, check=False

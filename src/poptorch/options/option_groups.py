@@ -144,7 +144,7 @@ class ExecutionOptions(OptionsDict):
         return self.createOrSet(backend=checked("compiler", backend, BACKENDS))
 
     def memoryFormat(self, memory_format: Literal["preserve", "channels_last", "auto"]) -> Self:
-        """*Pando*: choose the layout of convolutions: the model's ("preserve"), "channels_last", or "auto".
+        """*Pando*: choose the layout of convolutions: the model's ("preserve", default), "channels_last", "auto".
 
         "auto" is "channels_last" if the model pools or resizes images of 8 channels or more, which is 2 to 10
         times as fast in that layout on CPUs, else "preserve". "preserve" (default) gives the bits of plain
