@@ -369,6 +369,7 @@ def _signature(thing: Any) -> str:
     text = str(signature.replace(parameters=parameters, return_annotation=result))
     text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
     text = re.sub(r"<([\w.]+): [^>]*>", r"\1", text)  # members of enums
+    text = re.sub(r"<function \S*<lambda> at \w+>", "...", text)
     if hasattr(thing, "__wrapped__"):  # of contextlib.contextmanager
         text = text.replace("-> Iterator[None]", "-> ContextManager[None]")
     if len(text) < 80 or not signature.parameters:
