@@ -48,7 +48,7 @@ def _bubble_sentence(profile: Profile) -> str:
         change = f"{2 * count + stages - 1} micro-batches instead of {count} make it {share_text(share / 2)}"
         larger = " and the batch of an update larger" * profile.training
         count_text = counted(count, "micro-batch")
-        return f"Bubble of {stages} equal stages, {count_text}: {formula}; {change}{larger}."
+        return f"With {stages} equal stages and {count_text} the bubble is {formula}; {change}{larger}."
     return f"{ideal}."
 
 

@@ -25,7 +25,7 @@ def test_summary_prints_the_headline_of_both_profiles(report, capsys):
     text = capsys.readouterr().out
     assert text.index("training: 1f1b training, 3 stages") < text.index("inference: 1f1b inference")
     assert "  bubble of separate devices              33.3%\n" in text
-    assert "Bubble of 3 equal stages, 4 micro-batches: 2 / 6 = 33.3%; 10 micro-batches instead of 4" in text
+    assert "With 3 equal stages and 4 micro-batches the bubble is 2 / 6 = 33.3%; 10 micro-batches" in text
     assert "  a step on separate devices              12 ms\n" in text
     assert "  a step on these cores                   24 ms\n" in text
     assert "3 calls, 3 steps on 1 of 64 cores; compilation: capture 500 ms, lower 250 ms" in text

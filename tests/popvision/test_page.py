@@ -78,7 +78,7 @@ def test_the_headline_shows_the_figures(chromium, report):
     text = chromium.value("document.getElementById('main').innerText")
     slowest = "A, B, 6 ms a micro-batch. Stage 0 takes 1.71 times as long as the average stage."
     assert f"Slowest stage\nstage 0\n{slowest}\n" in text
-    bubble = "Bubble of 4 equal stages, 8 micro-batches: 3\xa0/\xa011\xa0=\xa027.3%;"
+    bubble = "With 4 equal stages and 8 micro-batches the bubble is 3\xa0/\xa011\xa0=\xa027.3%;"
     bubble += " 19 micro-batches instead of 8 make it 13.6% and the batch of an update larger."
     assert f"Bubble of separate devices, simulated\n41.7%\n{bubble}\n" in text
     assert "Fits into 1 GiB. ipu 0 needs the most memory, 4.89 KiB.\n" in text
