@@ -122,7 +122,8 @@ def _note_sentences(figures: Figures) -> Iterator[str]:
     wait for the host between calls; the trace lacks steps or parts of them."""
     profile, idle, others = figures.profile, figures.idle_here, figures.others_share or 0.0
     if others > _OTHERS:
-        yield f"Other programs used {others:.0%} of the cores, so throughput is too low: run again."
+        why = "most likely because other programs used them: throughput is too low, run again"
+        yield f"Tasks had no core for {others:.0%} of their time, {why}."
     if idle is not None and idle >= _IDLE and len(figures.usages) > 1:
         yield (
             f"These {len(figures.usages)} cores waited for {idle:.0%} of a step: too few tasks can run at once."

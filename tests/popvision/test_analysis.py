@@ -140,7 +140,7 @@ def test_a_figure_says_how_busy_the_machine_was():
     busy = replace(profile, runs=tuple(runs))
     assert Figures(busy).others_share == 0.75
     assert "  cores used by other programs            75.0%\n" in (text := summary(busy))
-    assert "! Other programs used 75% of the cores, so throughput is too low: run again." in text
+    assert "! Tasks had no core for 75% of their time, most likely because other programs used them" in text
 
 
 def test_of_steps_that_were_cut_off_no_share_of_time_is_said():
