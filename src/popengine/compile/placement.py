@@ -105,7 +105,8 @@ def _stage_numbers(visits: Sequence[Visit], used: set[int], strategy: Strategy) 
         raise BlockError(
             f"the strategy is AutoStage.SameAsIpu, but no IPU was specified for block '{unknown.name}'\n"
             f"  opened at {unknown.where}\n"
-            f'  fix: poptorch.Block("{unknown.name}", ipu_id=0), or use poptorch.AutoStage.AutoIncrement'
+            f'  fix: poptorch.BeginBlock(layer, "{unknown.name}", ipu_id=0); or options.setExecutionStrategy('
+            "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))"
         )
     return [0, *(stage_of[visit.name] for visit in visits[1:])]
 
