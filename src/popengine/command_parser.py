@@ -26,7 +26,8 @@ class CommandParser(argparse.ArgumentParser):
         """Parse the words of a command. Exit if one is unknown, so that a subcommand names its own options."""
         args = sys.argv[1:] if args is None else args
         self._given, first = shlex.join(args), "".join(args[:1]).partition("=")[0]
-        if self._subparsers and first.startswith("-") and first not in self._option_string_actions:
+        is_group = any(action.nargs == argparse.PARSER for action in self._actions)
+        if is_group and first.startswith("-") and first not in self._option_string_actions:
             self.exit_for_unknown_option(first)
         parsed, rest = super().parse_known_args(args, namespace or argparse.Namespace())
         if unknown := [word for word in rest if word.startswith("-")]:
@@ -37,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def exit_for_unknown_option(self, name: str) -> NoReturn:
         near = self._replaced(name, did_you_mean(name, self._option_string_actions))
-        if name == "-f" and any(action.metavar == "FILE" for action in self._get_positional_actions()):
+        if name == "-f" and any(action.metavar == "FILE" for action in self._actions):
             near = f"\n  fix: {self.prog} {self._given.replace('-f ', '', 1)}"
         self.error(f"unknown option {name}{near}")
 
@@ -65,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         given, missing = self._given, message.partition("arguments are required: ")[2].replace(",", "")
         if missing == "COMMAND":
-            message += f", one of {', '.join(self._get_positional_actions()[0].choices or ())}"
+            message += f", one of {', '.join(self._actions[-1].choices or ())}"
         words = "--help" if missing in ("", "COMMAND") else f"{given} {missing}".strip()
         fix = "" if "\n  fix: " in message else f"\n  fix: {self.prog} {words}"
         self.exit(2, f"{self.prog}: error: {message}{fix}\n")

@@ -79,7 +79,7 @@ def test_an_input_that_is_no_dense_tensor_is_named(x, words, compiled):
     ],
 )
 def test_a_block_names_an_ipu_from_0(mark):
-    with pytest.raises(poptorch.Error, match="a block takes an int from 0; found -3\n  fix: ipu_id=3"):
+    with pytest.raises(poptorch.Error, match="a block takes an int from 0; found -3\n  fix: ipu_id=0"):
         mark()
 
 
