@@ -195,9 +195,8 @@ def _flow_back_error(
         fix = f"list the stages in the order of the data: {'; '.join(placement.names[stage] for stage in stages)}"
     else:
         fix = "give the later part a block and a stage of its own; that stage may be on the same ipu:"
-        fix += (
-            f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or use poptorch.AutoStage.AutoIncrement'
-        )
+        fix += f' poptorch.Stage("...").ipu({placement.ipus[user[1]]}); or call each block once, with'
+        fix += " poptorch.AutoStage.AutoIncrement"
     return PartitionError(
         f"a value flows back from stage {maker[1]} (blocks {placement.names[maker[1]]}) to stage {user[1]} (blocks"
         f" {placement.names[user[1]]}): in a pipeline stage numbers must not decrease along the data\n"

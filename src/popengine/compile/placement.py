@@ -69,9 +69,9 @@ def _check_layout(ipus: Sequence[int], schedule: str) -> None:
         raise PartitionError(
             f"the schedule {schedule!r} needs several stages on each ipu, in the layout"
             f" {', '.join(map(str, layout))}; the stages are on the ipus {', '.join(map(str, ipus))}\n"
-            "  fix: poptorch.AutoStage.AutoIncrement with the ipu of each block; or name the stages, such as"
-            f' PipelinedExecution(poptorch.Stage("a").ipu({layout[0]}), poptorch.Stage("b").ipu({layout[1]}), ...,'
-            f' schedule="{schedule}"); or schedule="1f1b"'
+            f"  fix: poptorch.AutoStage.AutoIncrement with {len(layout)} blocks or more, each with its ipu; or"
+            f' name the stages, as PipelinedExecution(poptorch.Stage("a").ipu({layout[0]}),'
+            f' poptorch.Stage("b").ipu({layout[1]}), ..., schedule="{schedule}"); or schedule="1f1b"'
         )
     if len({*ipus}) == 1 and order.placement in ("loop", "v"):
         logger.info("the schedule %r needs several ipus, and all stages are on one", schedule)

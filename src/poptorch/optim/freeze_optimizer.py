@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from popengine import settings
-from popengine.errors import Error
+from popengine.errors import Error, did_you_mean
 from poptorch.logs import listed
 from poptorch.optim.optimizer_base import Optimizer, as_float, class_of, numbers_of, rates_of
 
@@ -214,6 +214,7 @@ def unexpected_names(
     declares; add them. All of a description that is not known are accepted."""
     # Keys of SGD and LAMB, a bound that any optimizer may have, and keys of torch's load_state_dict and schedulers.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable", "initial_lr"}
+    rates = {"max_grad_norm", "max_grad_value", "loss_scaling"}  # whose misspelt names are not accepted
     # A scheduler replaces the method `step`, to count its calls.
     is_expected = {"step": callable(optimizer.step)}
     attributes = {name for name in vars(optimizer) if not (name[0] == "_" or is_expected.get(name))}
@@ -222,7 +223,8 @@ def unexpected_names(
     names_of = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}
     for description, names in names_of.items():
         names = set(map(str, names))
-        new = names - accepted.setdefault(description, names)
+        misspelt = {name for name in names - rates if did_you_mean(name, rates, 0.85)}
+        new = names - accepted.setdefault(description, names - misspelt)
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__) if new else ())
         if unexpected := sorted(new - expected):
             accepted[description] |= new

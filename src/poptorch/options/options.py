@@ -109,7 +109,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportingOptions):
         settings = json.loads(string)
         for name, value in checked("a JSON object of options", settings, dict, ValueError).items():
             setter = self
-            for part in name.split("."):
+            for part in name.removeprefix("options.").split("."):
                 _refuse_private_name(part)
                 setter = getattr(setter, part)
             if not callable(setter):
