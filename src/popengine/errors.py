@@ -17,7 +17,7 @@ R = TypeVar("R")
 FULL_TRACEBACK = "POPTORCH_FULL_TRACEBACK"
 # Tracebacks leave out the frames of these packages.
 _PACKAGES = ("poptorch", "popengine", "popdist", "popvision")
-_STANDARD = ("ast", "codecs", "json", "pathlib")  # whose functions check what a user gives to Pando
+_STANDARD = ("ast", "codecs", "json", "pathlib")  # modules that parse files and texts of users
 _INTERNAL = (*_PACKAGES, *_STANDARD, "torch", "concurrent", "contextlib", "inspect")
 _GENERATED = ("<piece ", "<options>")  # files of code that Pando makes
 _wrappers = weakref.WeakSet[Any]()  # made by `without_internal_frames`

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-Hints = Mapping[str, tuple[str, str]]  # by expression, the reason and the fix of errors whose text it matches
+Hints = Mapping[str, tuple[str, str]]  # by a regular expression for an error's text, the reason and the fix
 
 # Of values that a call passes. Some operations check them while forward is recorded, others when it runs.
 HINTS_OF_VALUES: Hints = {

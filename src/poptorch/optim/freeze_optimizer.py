@@ -214,7 +214,7 @@ def unexpected_names(
     declares; add them. All of a description that is not known are accepted."""
     # Keys of SGD and LAMB, a bound that any optimizer may have, and keys of torch's load_state_dict and schedulers.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable", "initial_lr"}
-    rates = {"max_grad_norm", "max_grad_value", "loss_scaling"}  # whose misspelt names are not accepted
+    rates = {"max_grad_norm", "max_grad_value", "loss_scaling"}  # a name like one of these is a misspelling
     # A scheduler replaces the method `step`, to count its calls.
     is_expected = {"step": callable(optimizer.step)}
     attributes = {name for name in vars(optimizer) if not (name[0] == "_" or is_expected.get(name))}

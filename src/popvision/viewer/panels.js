@@ -17,7 +17,7 @@ const MEANINGS = {
 };
 const KINDS = { "bubble of separate devices": ", simulated", "a step on separate devices": ", simulated", "a step on these cores": ", recorded" };
 
-/** A text whose fractions and results stay on one line. */
+/** Return a text in which fractions and their results do not break over lines. */
 const unbroken = (text) => text && text.replace(/(?<=\d) (?=[/=] \d)|(?<=\d [/=]) (?=\d)/g, "\u00a0");
 
 function tile(label, value, note, kind = "") {

@@ -37,7 +37,7 @@ class StoredValue(NamedTuple):
 
 def fake_tensors_in(value: Any, path: str = "model", seen: set[int] | None = None) -> list[StoredValue]:
     """Return the fake tensors that are reachable from a value through attributes, containers, generators and closures,
-    except those in modules' parameters. Each has its shortest path, which begins with `path`. Objects whose ids are in
+    except those in modules' parameters. Each has its shortest path, which begins with `path`. Objects with ids in
     `seen` are not searched; the ids of searched objects are added to `seen`."""
     leftovers: list[StoredValue] = []
     seen = set() if seen is None else seen
