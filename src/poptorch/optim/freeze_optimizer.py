@@ -211,7 +211,7 @@ def unexpected_names(
     optimizer: torch.optim.Optimizer, accepted: dict[str, set[str]]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield (description, names) of attributes, defaults and keys of groups that are not `accepted` and that no class
-    declares; add them. All of a description that is not known are accepted."""
+    declares; add them. Of a new description all are accepted, except misspelt names of rates."""
     # Keys of SGD and LAMB, a bound that any optimizer may have, and keys of torch's load_state_dict and schedulers.
     expected = {"velocity_scaling", "max_weight_norm", "max_grad_value", "differentiable", "initial_lr"}
     rates = {"max_grad_norm", "max_grad_value", "loss_scaling"}  # a name like one of these is a misspelling
@@ -223,8 +223,9 @@ def unexpected_names(
     names_of = {"optimizer attribute": attributes, "default group variable": defaults, **of_groups}
     for description, names in names_of.items():
         names = set(map(str, names))
-        misspelt = {name for name in names - rates if did_you_mean(name, rates, 0.85)}
-        new = names - accepted.setdefault(description, names - misspelt)
+        if description not in accepted:
+            accepted[description] = {x for x in names if x in rates or not did_you_mean(x, rates, 0.85)}
+        new = names - accepted[description]
         expected.update(*map(inspect.get_annotations, type(optimizer).__mro__) if new else ())
         if unexpected := sorted(new - expected):
             accepted[description] |= new
